@@ -1,16 +1,16 @@
-"""Asynchronous calls on CPU tensors: their cost compared with a no-op backend, and how much of it they hide.
+"""Asynchronous calls on CPU tensors: their cost compared with a no-op backend, and how much of it computing hides.
 
     python benches/asynchronous.py --ranks 2,4 --sizes 8,64K,1M
 
 Sides alternate, round by round. The program prints the median over calls of the slowest rank's time, in µs, and in
 brackets the 10th percentile, which is more meaningful if other processes use the node.
 
-- functional: `funcol.all_reduce` awaited at once, as DTensor and torch.compile do, by symm, by a no-op backend (torch's
-  fake one), and by Gloo. Only two of its steps differ between backends: the call and the wait.
+- functional: `funcol.all_reduce`, waited for at once, as DTensor and torch.compile do, by symm, by a no-op backend
+  (torch's fake backend), and by Gloo. Only two of its steps differ between backends: the call and the wait.
 - synchronous: `dist.all_reduce` of the same size by symm.
-- overlap: an all-reduce of 2 MB, a fixed amount of computing, the wait for the work, and for its future, as DDP does
-  with a bucket; compared with only the computing and only the synchronous call. Computing by "work" needs a core; by
-  "sleep" it needs none.
+- overlap: an all-reduce of 2 MB during a fixed amount of computing, then the wait for the work, or for its future, as
+  DDP waits for a bucket; compared with only the computing and only the synchronous call. Computing by "work"
+  needs a core; by "sleep" it needs none.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Call = Callable[[], object]
 
 
 def functional(tensor: torch.Tensor, group: dist.ProcessGroup) -> Call:
-    """Return an all-reduce into a new tensor that is awaited at once."""
+    """Return an all-reduce into a new tensor, and a wait for it at once."""
     return lambda: funcol.wait_tensor(funcol.all_reduce(tensor, "sum", group))  # type: ignore[no-untyped-call]
 
 
@@ -69,7 +69,7 @@ class Times(NamedTuple):
 
 
 def alternate(sides: dict[str, tuple[Call, int]]) -> dict[str, Times]:
-    """Times of each side's call, of the slowest rank, over rounds with a given number of calls."""
+    """Returns the slowest rank's times of each side's call, over rounds with a given number of calls."""
     samples: dict[str, list[float]] = {name: [] for name in sides}
     order = list(sides)
     for turn in range(ROUNDS):
@@ -110,7 +110,7 @@ def work(us: float) -> Call:
 
 
 def overlapped(tensor: torch.Tensor, computing: Call, future: bool) -> Call:
-    """An all-reduce while ``computing`` runs, awaited by its work or its ``future``."""
+    """Returns an all-reduce during ``computing``, and a wait for its work or its ``future``."""
 
     def call() -> None:
         pending = dist.all_reduce(tensor, async_op=True)
@@ -165,7 +165,7 @@ def measure(rank: int, world: int, sizes: list[int], computing_us: float) -> lis
 
 
 def main() -> None:
-    """Runs it on ranks of this node."""
+    """Runs the benchmark on ranks of this node."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", default="2,4", help="comma-separated numbers of ranks (default: 2,4)")
     parser.add_argument("--sizes", default="8,64K,1M", help="comma-separated sizes (default: 8,64K,1M)")

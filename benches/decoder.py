@@ -4,19 +4,19 @@ A layer is the part of a tensor-parallel Llama 70B layer around its all-reduces:
 n x 8192), the one that ends the MLP (28672 / n x 8192), and after each an all-reduce, the addition of the residual and
 RMSNorm. The number of rows is the batch size; all is bfloat16. The sides:
 
-* ``without``: the products, and what Inductor makes of addition and norm; no communication. What the others are
-  compared with;
+* ``without``: the products, and what Inductor makes of addition and norm; no communication. The other sides are
+  compared with this side;
 * ``symm``, ``nccl``: the same with ``dist.all_reduce`` before the norm;
 * ``fused``: ``torch.ops.symm.all_reduce_add_rms_norm_`` in place of all-reduce, addition and norm.
 
-The first product takes this rank's columns of the normed rows; the second takes a fixed tensor, since there is no MLP
-to make it. Layers share weights, but as many differ as exceed four times the GPU's L2 cache, and two at least: so every
-product reads its weight from memory, as in a whole model.
+The first product takes this rank's columns of the normed rows; the second takes a fixed tensor, because no MLP runs.
+Layers share weights, but enough layers (at least two) have different ones to exceed four times the GPU's L2 cache, so
+that every product reads its weight from memory, as in a whole model.
 
 Sides take turns, every second turn in the opposite order. In a turn the ranks start together; an untimed replay absorbs
 the skew, a second one is timed between two events. A turn took as long as its slowest rank, and µs a token is
 the median over turns. µs an all-reduce is the difference to ``without``, divided by the all-reduces of a token. Before
-and after, the rows at the end of every side are compared with those of all-reduces by NCCL and norms by eager torch.
+and after, the final rows of every side are compared with the rows after all-reduces by NCCL and norms by eager torch.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from torch_symm.tools.bench.units import format_size
 from torch_symm.tools.command import count, counts
 
 BATCHES, LAYERS, TURNS, QUICK_TURNS = "1,8,32,64", 80, 15, 5
-#: A pool of compiler processes in every rank would take longer to start than the one kernel to compile.
+#: A pool of compiler processes in every rank would take longer to start than the one kernel takes to compile.
 COMPILE_SETTINGS = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 def measure(task: Task, still_s: float = START_S) -> Iterator[Finished]:
-    """Every batch when it is finished.
+    """Yields every batch when it is finished.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a rank failed.
@@ -56,7 +56,7 @@ def measure(task: Task, still_s: float = START_S) -> Iterator[Finished]:
 
 
 def row(finished: Finished, sides: Sequence[str], layers: int) -> list[str]:
-    """A line of the table: µs a token of every side, then µs an all-reduce more than without."""
+    """A line of the table: µs per token of every side, then the µs that an all-reduce adds to ``without``."""
     fields = [str(finished.batch), format_size(finished.bytes)]
     for side in sides:
         us = finished.us(side)
@@ -69,7 +69,7 @@ def row(finished: Finished, sides: Sequence[str], layers: int) -> list[str]:
 
 
 def task_from(arguments: Sequence[str]) -> tuple[Task, Path]:
-    """The task from the command line, except where the ranks meet; and the path of the JSON."""
+    """Returns the task that the command line requests, still without a rendezvous, and the path of the JSON file."""
     parser = argparse.ArgumentParser(
         prog="python benches/decoder.py",
         description=(__doc__ or "").split("\n")[0].partition(": ")[2],

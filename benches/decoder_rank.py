@@ -23,7 +23,7 @@ from torch_symm.tools.bench.gpu.rank_sync import Meeting
 
 WITHOUT, FUSED = "without", "fused"
 PEER = {"cuda": "nccl", "cpu": "gloo"}
-#: Elements of a row, and of all ranks' rows in the MLP; few for a try without a GPU.
+#: Elements of a row, and of all ranks' rows in the MLP; few for a test without a GPU.
 WIDTHS = {"cuda": (8192, 28672), "cpu": (256, 896)}
 #: All-reduces of a layer.
 POINTS = 2
@@ -35,7 +35,7 @@ Step: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[tor
 
 @dataclass(frozen=True)
 class Task:
-    """What all ranks do."""
+    """The task of all ranks."""
 
     world: int
     device: str
@@ -56,11 +56,11 @@ class Finished:
     notes: dict[str, str]
 
     def us(self, side: str) -> float | None:
-        """µs a token."""
+        """Returns the µs per token."""
         return statistics.median(self.turns[side]) if self.turns.get(side) else None
 
     def more_us(self, side: str, all_reduces: int) -> float | None:
-        """µs an all-reduce more than without."""
+        """Returns the µs that each all-reduce adds to the time of ``without``."""
         whole, alone = self.us(side), self.us(WITHOUT)
         return None if whole is None or alone is None else (whole - alone) / all_reduces
 
@@ -85,7 +85,7 @@ class Rank:
         self.device = torch.device(f"cuda:{rank}" if on_gpu else "cpu")
         self.clock = GpuClock() if on_gpu else HostClock()
         backends = ("symm", PEER[task.device])
-        # Without device_id: torch would have NCCL split a group of another backend.
+        # No device_id, because torch would then have NCCL split a group of another backend.
         init: Any = {"init_method": task.rendezvous, "rank": rank, "world_size": task.world, "timeout": GROUP_TIMEOUT}
         dist.init_process_group("symm", **init)
         self.groups = {backend: new_group(backend=backend, timeout=GROUP_TIMEOUT) for backend in backends}
@@ -101,7 +101,7 @@ class Rank:
         return torch.randn(size, device=self.device, dtype=torch.bfloat16)
 
     def token(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normed rows and residual after all layers."""
+        """Returns normed rows and residual after all layers."""
         normed, residual = self.rows, self.rows.clone()
         own = slice(self.rank * self.widths[0], (self.rank + 1) * self.widths[0])
         for layer in range(self.task.layers):
@@ -111,7 +111,7 @@ class Rank:
         return normed, residual
 
     def reduced(self, backend: str, after: Step) -> Step:
-        """An all-reduce, and then ``after``."""
+        """Returns a step that runs an all-reduce, and then ``after``."""
         group = self.groups[backend]
 
         def step(part: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
@@ -121,12 +121,12 @@ class Rank:
         return step
 
     def fused(self, part: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
-        """The operator."""
+        """Calls the fused operator."""
         torch.ops.symm.all_reduce_add_rms_norm_(part, residual, weight, EPS, self.groups["symm"].group_name)
         return part, residual
 
     def together(self, body: Callable[[], str | None]) -> str | None:
-        """Runs ``body`` on all ranks, which start together; what went wrong on any, on all."""
+        """Runs ``body`` on all ranks, which start together; returns the error of any rank on all ranks."""
         self.meeting.align()
         try:
             error = body()
@@ -136,7 +136,7 @@ class Rank:
         return next(iter(self.meeting.agree(self.rank, error)), None)
 
     def measure(self, batch: int) -> Finished:
-        """``batch`` on all sides. Called by all ranks."""
+        """Measures ``batch`` on all sides. Called by all ranks."""
         task = self.task
         notes: dict[str, str] = {}
         torch.manual_seed(task.world)  # the residual is the same on all ranks

@@ -1,13 +1,13 @@
 """``python benches/first_call.py``: how long a job takes until its first collectives have finished.
 
-Each start is one of fresh processes that have imported torch and made a context on their GPU. They start together;
-then each goes through
+Each start uses new processes that have imported torch and made a context on their GPU. They start together; then each
+takes three steps:
 
 1. ``init``: ``dist.init_process_group`` through ``tcp://``;
 2. ``first``: an all_reduce of 64 KB, until the device is done: the set-up of the group and of its first kernel;
 3. ``second``: an all_gather, until the device is done: a kernel of another kind.
 
-A start took as long in a step as its slowest rank; a figure is the median over starts. The kinds of start take turns.
+The time of a step is the slowest rank's time; a figure is the median over starts. The kinds of start take turns.
 ``symm cold`` begins with an empty cache of compiled kernels, ``symm warm`` with one that an earlier start has filled.
 """
 
@@ -44,7 +44,7 @@ KINDS = {"cuda": ("symm cold", "symm warm", "nccl"), "cpu": ("symm cold", "symm 
 
 @dataclass(frozen=True)
 class FirstCall:
-    """Seconds of one kind of start: the median of each step, and those of every start by step."""
+    """Seconds of one kind of start: the median of each step, and the seconds of each step in every start."""
 
     kind: str
     init_s: float
@@ -90,11 +90,11 @@ def enter(
 
 
 def start(world: int, backend: str, device_type: str) -> list[float]:
-    """Seconds of each step in one start, of its slowest rank.
+    """Returns the slowest rank's seconds of each step in one start.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a rank failed.
-        StalledError: it took longer than 150 s.
+        StalledError: the start took longer than 150 s.
     """
     spent = torch.zeros(world, len(STEPS), dtype=torch.float64).share_memory_()  # type: ignore[no-untyped-call]
     with socket.socket() as free:
@@ -111,12 +111,12 @@ def start(world: int, backend: str, device_type: str) -> list[float]:
 
 
 def measure(world: int, device_type: str, kinds: Sequence[str], starts: int) -> Iterator[tuple[str, list[float] | str]]:
-    """The seconds of every start, kind after kind, ``starts`` times; of a kind that failed why, once."""
+    """Yields the seconds of ``starts`` starts of each kind, in turn; for a kind that fails, the reason once."""
     left = list(kinds)
     with tempfile.TemporaryDirectory(prefix="torch-symm-first-call-") as folder:
         filled = Path(folder) / "filled"
         if "symm warm" in kinds:
-            with launched.environment({CACHE: str(filled)}), suppress(*FAILURES):  # the next ones say what is wrong
+            with launched.environment({CACHE: str(filled)}), suppress(*FAILURES):  # later starts report the error
                 start(world, "symm", device_type)
         for number in range(starts):
             for kind in list(left):

@@ -1,7 +1,7 @@
 """``python benches/fused.py``: matrix products fused with an all-gather or a reduce-scatter.
 
-Each side is a way to get the same result: ours, torch's fused operators, torch's with its native asynchronous products,
-and the collective and the product one after the other, with NCCL and with symm; ``mm`` is the product alone. torch has
+Each side is a way to get the same result: our operators, torch's, torch's with its native asynchronous products, and
+the collective and the product one after the other, with NCCL and with symm; ``mm`` is the product alone. torch has
 one engine of symmetric memory per process, and reads its switches once: so every engine has processes of its own, one
 per GPU, and all engines' processes live at the same time. In each step one side of one engine runs, while the others
 wait on the host. Sides alternate in turns, every second turn in the opposite order, in graphs of 10 calls and in loops
@@ -33,7 +33,7 @@ TURNS, QUICK_TURNS = 7, 3
 
 
 def measure(task: Task, still_s: float = START_S) -> Iterator[Finished]:
-    """Every shape when it is finished.
+    """Yields every shape when it is finished.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a process failed.

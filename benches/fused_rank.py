@@ -27,7 +27,7 @@ CALLS = 10
 
 @dataclass(frozen=True)
 class Task:
-    """What all processes do. ``engines``: by name, in the order of the turns; ``rendezvous``: of each."""
+    """The task of all processes. ``engines``: names in the order of the turns; ``rendezvous``: a URL for each."""
 
     world: int
     device: str
@@ -52,7 +52,7 @@ class Finished:
 
 
 class Process:
-    """One rank of one engine. ``number``: this process among those of all engines."""
+    """One rank of one engine. ``number``: the index of this process among the processes of all engines."""
 
     def __init__(self, engine: int, rank: int, task: Task, meeting: Meeting) -> None:
         self.engine, self.rank, self.task, self.meeting = engine, rank, task, meeting
@@ -68,7 +68,7 @@ class Process:
         """Makes the groups of this engine's sides."""
         engine: Engine = engines(self.task.device)[self.task.engines[self.engine]]
         backends = list(dict.fromkeys(side.backend for side in engine.sides))
-        # Without device_id: torch would have NCCL split a group of another backend.
+        # No device_id, because torch would then have NCCL split a group of another backend.
         dist.init_process_group(
             backends[0],
             init_method=self.task.rendezvous[self.engine],
@@ -82,12 +82,12 @@ class Process:
             from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # it is not needed with every version of torch
+                warnings.simplefilter("ignore")  # some versions of torch say that the call is not needed
                 for group in self.groups.values():
                     enable_symm_mem_for_group(group.group_name)
 
     def step(self, engine: int, body: Callable[[], str | None]) -> str | None:
-        """Runs ``body`` in the processes of ``engine`` while the others wait; returns an error of any in all."""
+        """Runs ``body`` in the processes of ``engine`` while the others wait; returns one error, in all processes."""
         self.meeting.align()
         error = None
         if engine == self.engine:
@@ -98,7 +98,7 @@ class Process:
         return next(iter(self.meeting.agree(self.number, error)), None)
 
     def measure(self, shape: Shape) -> Finished:
-        """``shape`` on all sides. Called by all processes."""
+        """Measures ``shape`` on all sides. Called by all processes."""
         inputs = Inputs.of(shape, self.rank, self.task.world, self.device, self.dtype)
         notes: dict[str, str] = {}
         ready: list[tuple[int, int, Side]] = []
@@ -134,7 +134,7 @@ class Process:
         return Finished(shape, turns, notes)
 
     def _prepare(self, number: int, side: Side, inputs: Inputs) -> str | None:
-        """Makes the call and its graph, and compares what they give with the unfused call of the same group."""
+        """Makes the call and its graph, and compares their results with the unfused call of the same group."""
         group = self.groups[side.backend]
         results: list[torch.Tensor] = []
 
@@ -169,7 +169,7 @@ class Process:
 
 
 def difference(found: torch.Tensor, wanted: torch.Tensor) -> str | None:
-    """What is wrong with ``found``."""
+    """Returns how ``found`` differs from ``wanted``; ``None`` within the tolerance."""
     if found.shape != wanted.shape:
         return f"wrong: a result of {tuple(found.shape)} instead of {tuple(wanted.shape)}"
     off = float((found.double() - wanted.double()).norm() / wanted.double().norm())

@@ -1,4 +1,4 @@
-"""Products fused with collectives and what they are compared with: the shapes, the engines, the sides of each."""
+"""Products fused with collectives, and the calls to compare them with: shapes, engines, and each engine's sides."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOLERANCE = 1e-2
 
 @dataclass(frozen=True)
 class Shape:
-    """``rows`` of the whole matrix, ``depth`` that is summed over and ``columns``, as one rank multiplies them."""
+    """A product as one rank computes it: ``rows`` of the whole matrix, ``columns``, and the summed ``depth``."""
 
     op: str
     rows: int
@@ -26,17 +26,17 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Returns a name for human readers."""
         return f"{self.op} M{self.rows} N{self.columns} K{self.depth}"
 
 
 def shapes(world: int) -> list[Shape]:
-    """The shapes of a layer of 8192 features, divided among ``world`` ranks: 1024 or 3584 of each on 8."""
+    """The shapes of a layer of 8192 features, divided among ``world`` ranks: on 8 ranks, parts of 1024 or 3584."""
     gathers = [Shape(GATHER, rows, wide // world, 8192) for rows, wide in LAYERS]
     return gathers + [Shape(SCATTER, rows, 8192, wide // world) for rows, wide in LAYERS]
 
 
-#: Rows, and the width that is divided.
+#: The rows of each layer, and the width that is divided among ranks.
 LAYERS = ((4096, 8192), (16384, 8192), (8192, 28672))
 #: So small that a CPU computes them at once.
 SMALL = (Shape(GATHER, 64, 48, 32), Shape(SCATTER, 64, 32, 48))
@@ -44,7 +44,7 @@ SMALL = (Shape(GATHER, 64, 48, 32), Shape(SCATTER, 64, 32, 48))
 
 @dataclass(frozen=True)
 class Inputs:
-    """One rank's tensors for a shape. ``gathered`` and ``scattered`` are room for unfused calls."""
+    """One rank's tensors for a shape. ``gathered`` and ``scattered`` are buffers for unfused calls."""
 
     shape: Shape
     left: torch.Tensor
@@ -54,7 +54,7 @@ class Inputs:
 
     @staticmethod
     def of(shape: Shape, rank: int, world: int, device: torch.device, dtype: torch.dtype) -> Inputs:
-        """Different numbers on every rank, the same ones in every process of a rank."""
+        """Returns numbers that differ between ranks but not between the processes of a rank."""
         generator = torch.Generator(device).manual_seed(1 + rank)
 
         def normal(*size: int) -> torch.Tensor:
@@ -84,7 +84,7 @@ def product(inputs: Inputs, _group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def fused_by_symm(inputs: Inputs, group: dist.ProcessGroup) -> torch.Tensor:
-    """Ours, with the gathered matrix as torch's returns it."""
+    """symm's operators, which also return the gathered matrix, as torch's operators do."""
     name = group.group_name
     if inputs.shape.op == GATHER:
         _, products = torch.ops.symm._all_gather_matmul(inputs.left, [inputs.right], name, True)
@@ -95,7 +95,7 @@ def fused_by_symm(inputs: Inputs, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def fused_by_torch(inputs: Inputs, group: dist.ProcessGroup) -> torch.Tensor:
-    """torch's."""
+    """torch's fused operators."""
     name = group.group_name
     if inputs.shape.op == GATHER:
         _, products = torch.ops.symm_mem.fused_all_gather_matmul(inputs.left, [inputs.right], 0, name)

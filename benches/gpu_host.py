@@ -21,10 +21,10 @@ OPS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 def entrances(at: Setting, cell: Cell, whole: Call, side: Side) -> dict[str, Call]:
     """The synchronous call ``whole`` of ``cell`` on ``side``, and an all-reduce by its other entry points.
 
-    * ``host``: ``whole``: ``dist.all_reduce`` or what else users call;
+    * ``host``: ``whole``, which users call, such as ``dist.all_reduce``;
     * ``group``: the method of ``ProcessGroup``: without the Python code of torch.distributed, through the dispatcher;
     * ``backend``: the method of the backend itself, with the translation of its arguments from Python;
-    * ``launch``: on GPUs, the driver's launch of a kernel, which ends each of them;
+    * ``launch``: on GPUs, the driver's launch of a kernel, the last step of each of these calls;
     * ``operator``: on groups of symm, ``torch.ops.symm.all_reduce``, into a new tensor.
     """
     if cell.op not in OPS or cell.size != SIZE:
@@ -45,7 +45,7 @@ def entrances(at: Setting, cell: Cell, whole: Call, side: Side) -> dict[str, Cal
 
         return Call(whole.reset, run, whole.check)
 
-    # Its stub lacks the collectives.
+    # The stub of this class lacks the collectives.
     backend: Any = at.group._get_backend(at.inputs.device)
     calls |= {"group": entered(at.group.allreduce), "backend": entered(backend.allreduce)}
     if at.inputs.device.type == "cuda":
@@ -107,7 +107,7 @@ def empty_launch() -> Callable[[], None]:
     It is called through ctypes, which adds some tenths of a microsecond.
 
     Raises:
-        RuntimeError: the driver refuses it.
+        RuntimeError: the driver rejects the kernel.
     """
     driver = ctypes.CDLL("libcuda.so.1")
     module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
@@ -124,6 +124,6 @@ def empty_launch() -> Callable[[], None]:
         # The driver reads the argument while it is called.
         _succeed(enqueue(given, kernel, arguments, None))
 
-    # Held as long as the function is.
+    # The argument must live as long as the function.
     run.held = argument  # type: ignore[attr-defined]
     return run

@@ -24,7 +24,7 @@ FAILURES = (ProcessRaisedException, ProcessExitedException, StalledError)
 
 
 def ranks(parser: ArgumentParser, requested: int | None, device: str) -> int:
-    """The number of ranks: as requested, otherwise one per GPU, or 2 without GPUs. Rejects 1, and more than GPUs."""
+    """The number of ranks: as requested, otherwise one per GPU, or 2 on CPU. Rejects 1, and more ranks than GPUs."""
     # NVML answers, so that this process gets no context on a GPU.
     there = torch.cuda.device_count() if device == "cuda" else MAX_RANKS
     world = requested or (min(there, MAX_RANKS) if device == "cuda" else 2)
@@ -52,7 +52,7 @@ def collect(results: Any, count: int, started: Sequence[Any], still_s: float, wh
 
     Raises:
         torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a rank failed.
-        StalledError: no result arrived for ``still_s`` seconds, or no more will arrive; ``what`` names them.
+        StalledError: no result arrived for ``still_s`` seconds, or no more will arrive; ``what`` names the results.
     """
     left, until = count, time.monotonic() + still_s
 

@@ -1,10 +1,10 @@
 """symm on two nodes with one GPU each compared with NCCL, in one run: ``python benches/internode_cuda.py``.
 
 Two GPUs of this machine act as the nodes (``SYMM_TEST_NODE``, ``NCCL_HOSTID``): NCCL connects them by sockets of this
-machine, on all sides. So this compares the time that a call adds to NCCL's, and not networks. ``one chunk`` is symm
-with calls that move in one chunk. The sides take turns, round by round; results are compared with the expected ones
-first. The program prints the median over rounds of the slowest rank's mean time, in µs, and NCCL's time divided by
-symm's. ``host``: µs until the call has returned. A size is the size of a rank's largest tensor.
+machine, on all sides. So the program compares the time that symm adds to NCCL's calls, not networks. ``one chunk`` is
+symm with calls that move in one chunk. The sides take turns, round by round; results are first compared with the
+expected ones. The program prints the median over rounds of the slowest rank's mean time, in µs, and NCCL's time divided
+by symm's. ``host``: µs until the call has returned. A size is the size of a rank's largest tensor.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def rank_main(op: str, sizes: list[int]) -> None:
 
 
 def figures(command: list[str], op: str) -> list[float]:
-    """Runs one side; its line for ``op``."""
+    """Runs one side; returns the numbers of its line for ``op``."""
     environment = os.environ | {"NUMPY_MADVISE_HUGEPAGE": "0", "I_MPI_FABRICS": "shm"}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300, env=environment)
     line = next(line for line in done.stdout.splitlines() if line.split()[:1] == [op])

@@ -2,8 +2,8 @@
 
 It takes the options of ``torch-symm bench``. MPI runs through mpi4py in separate processes, which mpiexec starts.
 
-Row after row as on the other sides: ``-w`` untimed calls, ``-n`` timed ones from a barrier on, the slowest rank's time
-of each; then ``-c`` checked ones, on exact values. Buffers are NumPy's.
+Each row is measured as on the other sides: ``-w`` untimed calls, a barrier, and ``-n`` timed calls. The time of a call
+is the slowest rank's time. Then ``-c`` calls are checked with exact values. The buffers are NumPy's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch_symm.tools.bench.units import format_size
 
 #: Packages that must be installed.
 NEEDS = "pip install impi-rt mpi4py"
-#: MPI's names of types and reductions, by ours.
+#: MPI's names of types and reductions, by the names of this package.
 TYPES = {"f64": "DOUBLE", "f32": "FLOAT", "i32": "INT32_T", "i64": "INT64_T", "i8": "INT8_T", "u8": "UINT8_T"}
 REDOPS = {"sum": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX"}
 #: The argument with which mpiexec starts a rank.
@@ -57,7 +57,7 @@ def _mpiexec() -> str | None:
 
 
 def unmeasured(wanted: Wanted) -> str | None:
-    """Why MPI does not have this row; ``None`` if it does."""
+    """Returns why MPI cannot run this row; ``None`` if it can."""
     if wanted.dtype not in TYPES:
         return f"MPI has no type for {wanted.dtype}"
     if wanted.op in REDUCING and wanted.redop not in REDOPS:
@@ -68,7 +68,7 @@ def unmeasured(wanted: Wanted) -> str | None:
 def measure(
     world: int, rows: Sequence[Wanted], calls: int, warmup: int, checks: int, limit_s: float
 ) -> dict[Wanted, dict[str, Figure]]:
-    """Figures of the rows that MPI has, by placement.
+    """Returns the figures of ``rows``, by placement.
 
     Raises:
         StalledError: a row took longer than ``limit_s``; all processes have been ended.
@@ -86,7 +86,7 @@ def measure(
         watcher = _Deadline(process, limit_s)
         assert process.stdin is not None and process.stdout is not None
         try:
-            # It may have ended already.
+            # The process may have ended already.
             with suppress(BrokenPipeError):
                 process.stdin.write(json.dumps(task) + "\n")
                 process.stdin.close()
@@ -202,7 +202,7 @@ def _figure(mpi: Any, wanted: Wanted, made: _Calls, task: dict[str, Any]) -> dic
 
 
 def _placements(mpi: Any, wanted: Wanted) -> dict[str, _Calls]:
-    """The calls of a row: out of place, and in place, if MPI has both."""
+    """Returns the calls of a row: out of place and in place, where MPI has these."""
     world, dtype = mpi.COMM_WORLD, DTYPES[wanted.dtype]
     rank, root = world.rank, max(0, wanted.root)
     count = wanted.size // dtype.itemsize
@@ -288,7 +288,7 @@ def _placements(mpi: Any, wanted: Wanted) -> dict[str, _Calls]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures and prints row after row; 1 if a result was wrong or a rank failed."""
+    """Measures and prints row after row; returns 1 if a result was wrong or a rank failed."""
     parser = command.parser()
     given = parser.parse([*arguments, "--device", "cpu"])
     if lacking := missing():

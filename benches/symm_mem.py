@@ -48,9 +48,9 @@ def call_of(op: str, whole: torch.Tensor, other: torch.Tensor, group: dist.Proce
 
 
 def alternate(sides: dict[str, tuple[Call, Call]]) -> dict[str, float]:
-    """Median time of each side's call in µs: the slowest rank's of every call, over all rounds but the first.
+    """Returns for each side the median over calls of the slowest rank's time in µs, without the first round.
 
-    A side is what is called before each call, untimed, and the call.
+    A side is a function that runs untimed before each call, and the call.
     """
     samples: dict[str, list[float]] = {name: [] for name in sides}
     counts = dict.fromkeys(sides, 3)
@@ -106,7 +106,7 @@ def measure(rank: int, world: int, sizes: list[int], ops: list[str], dtype: torc
 
 
 def main() -> None:
-    """Runs it on ranks of this machine."""
+    """Runs the benchmark on ranks of this machine."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=count, default=4)
     parser.add_argument("--sizes", default="64K,1M,16M,64M", help="comma-separated sizes (default: 64K,1M,16M,64M)")

@@ -76,13 +76,13 @@ def verdicts(rows: list[Found]) -> list[tuple[str, bool]]:
                 said = f"{ratio:.1f} of {target:g}" if ratio else f"{ours.median_us:.1f} µs"
                 place = f"{wanted.op} {wanted.dtype} {format_size(wanted.size)} {placement}"
                 found.append((f"{place}: {said}{' ?' if row.disturbed else ''}", met))
-            # What users call: in place where there is such a call.
+            # Only what users call: in place if the operation has such a call.
             break
     return found
 
 
 def main(paths: list[str]) -> int:
-    """Prints the cells that missed their target; 1 if any did."""
+    """Prints the cells that missed their target; returns 1 if any did."""
     found = [verdict for path in paths for verdict in verdicts(read(Path(path))[0])]
     missed = [said for said, met in found if not met]
     print("\n".join([f"{len(found) - len(missed)} of {len(found)} targets met", *missed]))

@@ -1,4 +1,4 @@
-"""Times torch's own distributed tests on ranks that start anew, as torch's harness has them, and on warm ranks.
+"""Times torch's own distributed tests on ranks that start anew, as torch's harness starts them, and on warm ranks.
 
     python benches/testing.py [--tests NAME,NAME...] [--repeats N]
 
@@ -41,7 +41,7 @@ class Cold(distributed_test.TestDistBackend, distributed_test.DistributedTest._D
 
 
 class Warm(WarmMultiProcessTestCase, Cold):
-    """The same on warm ranks."""
+    """The same tests on warm ranks."""
 
 
 def run(case: type[unittest.TestCase], name: str) -> tuple[str, float]:

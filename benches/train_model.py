@@ -48,7 +48,7 @@ class Block(nn.Module):
     """Attention and feed-forward, each after a norm and with a residual connection."""
 
     def __init__(self, shape: Shape) -> None:
-        """Random weights; seed first."""
+        """Draws random weights; set the seed first."""
         super().__init__()
         width = shape.width
         self.size = width // shape.heads
@@ -72,7 +72,7 @@ class Model(nn.Module):
     """A byte-level transformer."""
 
     def __init__(self, shape: Shape) -> None:
-        """Random weights; seed first."""
+        """Draws random weights; set the seed first."""
         super().__init__()
         self.bytes = nn.Embedding(BYTES, shape.width)
         self.places = nn.Embedding(shape.context, shape.width)

@@ -98,7 +98,7 @@ def main() -> None:
     """Trains, compares and prints.
 
     Raises:
-        RuntimeError: the loss does not fall, or the curves part.
+        RuntimeError: the loss does not fall, or the curves diverge.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", default=os.environ.get("BACKEND", "symm"), help="symm, nccl or gloo")

@@ -1,9 +1,9 @@
 """Steps of one training on several sides in turn, and what their time is spent on.
 
 ``benches/train_transformer.py --turns 7`` prints, for every side, the median over turns of milliseconds per step, the
-ratio of the first side's time to it (above 1: faster), and from torch.profiler the milliseconds per step of products,
-attention, collectives, FSDP2's copies and all other kernels. Kernels overlap, so their sum may exceed the step.
-*Exposed* is the time in which only collectives run.
+first side's time divided by this side's (above 1: faster), and from torch.profiler the milliseconds per step of
+products, attention, collectives, FSDP2's copies and all other kernels. Kernels overlap, so their sum may exceed the
+step. *Exposed* is the time in which only collectives run.
 """
 
 from __future__ import annotations

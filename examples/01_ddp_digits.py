@@ -150,7 +150,7 @@ def bare_us(group: dist.ProcessGroup, size: int) -> float:
 
 
 def compare(trainings: list[Training]) -> None:
-    """Prints how each has spent its time; every rank must call it."""
+    """Prints how each training has spent its time; every rank must call it."""
     bare = [sum(bare_us(training.group, size) for size in training.clock.sizes) for training in trainings]
     if dist.get_rank() != 0:
         return

@@ -26,7 +26,7 @@ class FeedForward(nn.Module):
     """up -> SiLU -> down."""
 
     def __init__(self) -> None:
-        """Random weights; seed first."""
+        """Draws random weights; set the seed first."""
         super().__init__()
         self.up = nn.Linear(WIDTH, HIDDEN)
         self.down = nn.Linear(HIDDEN, WIDTH)

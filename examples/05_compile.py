@@ -15,7 +15,7 @@ import shutil
 import time
 
 # With a pool of compiler processes in every rank the ranks compete for the cores, and probing the processor's vector
-# instructions starts ten processes per rank. Together they take half of the 22 s and do not matter for this example.
+# instructions starts ten processes per rank. Both together would take half of this example's 22 s, without a benefit.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 

@@ -20,10 +20,10 @@ def report_of(rank: int) -> dict[str, object]:
 
 
 def expect(found: object, wanted: object, what: str) -> None:
-    """Compares.
+    """Compares an object with the expected object.
 
     Raises:
-        RuntimeError: they differ.
+        RuntimeError: the two differ.
     """
     if found != wanted:
         raise RuntimeError(f"rank {dist.get_rank()}: {what} gave {found!r}, expected {wanted!r}")

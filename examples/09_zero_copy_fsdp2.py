@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 4 examples/09_zero_copy_fsdp2.py
 
-It takes one line. It needs two or more GPUs, one per rank.
+The change is one line. The example needs two or more GPUs, one per rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch_symm
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-# A layer of 64 MB: only long calls are direct.
+# A layer has 64 MB, because only long calls are direct.
 LAYERS, WIDTH, BATCH, STEPS = 4, 4096, 8, 6
 
 

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 examples/10_symmetric_memory.py
 
 First a chain: each rank writes batches into the next rank's tensor and signals, and no rank writes before the tensor is
-free. Then an all-reduce in plain tensor operations: each rank sums the others' tensors in place.
+free. Then an all-reduce in plain tensor operations: each rank sums all ranks' tensors, which it reads directly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FULL, FREE = 0, 1
 
 
 def chain(device: torch.device) -> None:
-    """Rank 0 produces batches, each rank adds one and passes them on; the last one checks them.
+    """Rank 0 produces batches, each later rank adds 1 and passes them on; the last rank checks them.
 
     Raises:
         RuntimeError: a batch differs from the one that was sent.
@@ -61,10 +61,10 @@ def all_reduce(mine: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    """Runs both and compares the sum with the backend's.
+    """Runs both, and compares the sum with the sum of the backend.
 
     Raises:
-        RuntimeError: they differ.
+        RuntimeError: the sums differ.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", default=os.environ.get("BACKEND", "symm"))

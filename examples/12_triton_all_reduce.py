@@ -1,9 +1,9 @@
-"""A one-shot all-reduce written in Triton on symmetric memory: every GPU sums all ranks' tensors in place.
+"""A one-shot all-reduce written in Triton on symmetric memory: every GPU reads and sums all ranks' tensors.
 
     torchrun --nproc-per-node 2 examples/12_triton_all_reduce.py
 
-Blocks of the same index synchronise across GPUs before and after: each sets its word in the pads of the others and
-clears theirs in its own pad. Every wait ends after a maximum number of tries, and the host raises.
+Blocks of the same index synchronise across GPUs before and after: each sets its word in the other ranks' pads and
+clears the other ranks' words in its own pad. Every wait ends after a maximum number of tries, and the host raises.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ PLAIN = ("all_gather_into_tensor", "reduce_scatter_tensor")
 
 
 def block(tokens: torch.Tensor, weights: list[torch.Tensor], group: Any, heads: int) -> torch.Tensor:
-    """(tokens of this rank, WIDTH) through attention and MLP; ``weights``: this rank's parts, ``heads`` of its own."""
+    """(tokens of this rank, WIDTH) through attention and MLP; ``weights``: this rank's parts, with ``heads`` heads."""
     query, key, value, out, up, down = weights
     everyone = funcol.all_gather_tensor(layer_norm(tokens, tokens.shape[-1:]), 0, group)
     parts = [(everyone @ weight).unflatten(-1, (heads, -1)).transpose(0, 1) for weight in (query, key, value)]
@@ -43,7 +43,7 @@ def main() -> None:
     """Runs the block as written and compiled.
 
     Raises:
-        RuntimeError: they differ, or a collective is left in the compiled code.
+        RuntimeError: the results differ, or a collective is left in the compiled code.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", default=os.environ.get("BACKEND", "symm"))

@@ -4,8 +4,9 @@
     torchrun --nproc-per-node 2 examples/16_llama_decoder.py --device cuda --compile --hidden 4096 --layers 32
 
 Each layer ends its attention and its MLP with an all-reduce, followed by the addition of the residual and
-RMSNorm. One operator does all three; the tokens are the same. With --compile Inductor compiles both, and inserts the
-operator itself. On GPUs all run in CUDA graphs. Another backend (--backend nccl) decodes with separate steps.
+RMSNorm. One operator does all three; the tokens are the same. With --compile Inductor compiles both variants, and
+inserts the operator itself. On GPUs both run in CUDA graphs. Another backend (--backend nccl) decodes with separate
+steps.
 """
 
 from __future__ import annotations

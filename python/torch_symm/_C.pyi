@@ -25,15 +25,15 @@ class Options(Backend.Options):
     that torch knows, such as ``"cpu:mine,cuda:nccl"``, or ``""`` for the choice of ``SYMM_INTER_NODE_BACKEND``; later
     groups then use the choice of the default group.
     ``reduce_dtype`` is the type of sums of CPU tensors between nodes: ``"tensor"`` or ``"float32"``, which rounds
-    floats narrower than 32 bits only once but sends twice the bytes, or ``""`` for ``"tensor"``, in later groups for
-    the default group's. With ``order="tree"``, ``""`` means ``"float32"``.
+    floats narrower than 32 bits only once but sends twice the bytes. ``""`` means ``"tensor"``; in later groups it
+    means the type of the default group. With ``order="tree"``, ``""`` means ``"float32"``.
     ``order`` is the order in which reductions combine the ranks' floats: ``"rank"``, ((x0 + x1) + x2) + x3, or
-    ``"tree"``, pairwise: (x0 + x1) + (x2 + x3), or ``""`` for the choice of ``SYMM_ORDER``, in later groups for the
-    default group's. All ranks choose the same.
+    ``"tree"``, pairwise: (x0 + x1) + (x2 + x3), or ``""`` for the choice of ``SYMM_ORDER``; later groups then use
+    the choice of the default group. All ranks choose the same order.
     ``cta_policy`` selects how many processors of a GPU long collectives may take from computation that runs at the same
     time: ``"default"``, ``"efficiency"`` (few) or ``"zero"`` (copy engines move the bytes), or ``""`` for the choice of
-    ``SYMM_CTA_POLICY``, in later groups for the default group's. ``max_ctas`` is the maximum number of blocks of a
-    CUDA kernel; 0: ``SYMM_MAX_CTAS``, in later groups the default group's. All ranks choose the same.
+    ``SYMM_CTA_POLICY``. ``max_ctas`` is the maximum number of blocks of a CUDA kernel; 0 means ``SYMM_MAX_CTAS``. In
+    later groups, ``""`` and 0 mean the choices of the default group. All ranks choose the same values.
 
     Raises:
         ValueError: a number of seconds below 0, above a year, or not a number.
@@ -67,11 +67,11 @@ class Options(Backend.Options):
 class ProcessGroupSymm(Backend):
     """A joined group. Made by ``dist.init_process_group("symm")``, ``dist.new_group``, or directly from a store.
 
-    All ``size`` ranks make it with stores that share keys, which no other group uses: pass a ``PrefixStore``. It
-    returns once all ranks have joined. ``timeout``, a ``timedelta`` or a number of seconds (30 minutes), limits joining
-    and every call that does not pass its own limit. Messages name the group by ``group_name``, or call it
-    ``"default"``. ``rank`` is from 0 to ``size`` - 1, ``store`` any store of torch or this package; ``options`` replace
-    both ``timeout`` and ``group_name``.
+    All ``size`` ranks make it with stores that share keys. No other group may use these keys: pass a ``PrefixStore``.
+    The call returns once all ranks have joined. ``timeout``, a ``timedelta`` or a number of seconds (30 minutes),
+    limits joining and every call that does not pass its own limit. Messages name the group by ``group_name``, or call
+    it ``"default"``. ``rank`` is from 0 to ``size`` - 1, ``store`` any store of torch or this package; ``options``
+    replace both ``timeout`` and ``group_name``.
 
     Raises:
         SymmConfigError: the group cannot be formed; the message says why.
@@ -115,7 +115,7 @@ class NativeStore(Store):
     ``wait`` has its own limit.
 
     Raises:
-        DistStoreError: the time passed, and the message names the missing keys; or the store is full.
+        DistStoreError: the call timed out, and the message names the missing keys; or the store is full.
         QueueEmptyError: ``queue_pop(key, block=False)`` of an empty queue.
         DistNetworkError: the store can no longer be reached.
         ValueError: ``add`` to a value that is not a number, unequal numbers of keys and values, a negative timeout.
@@ -127,8 +127,8 @@ class NativeStore(Store):
         """Returns once all ``world_size`` ranks have called it with this ``key``, which may be reused.
 
         Raises:
-            DistStoreError: the time passed (``timeout``, or the store's); the message names the missing ranks. The key
-                must not be used again then.
+            DistStoreError: ``timeout``, or without it the store's timeout, has passed; the message names the missing
+                ranks. ``key`` must not be used again then.
             ValueError: ``rank`` is not below ``world_size``.
         """
 
@@ -156,8 +156,8 @@ class FileStore(NativeStore):
     ``timeout``, a ``timedelta``, limits the wait for the file's lock, and later calls that do not pass their own limit.
 
     Raises:
-        DistStoreError: the file cannot be opened or is not such a store, or a process, which is named, held its lock
-            for all of ``timeout``.
+        DistStoreError: the file cannot be opened or is not such a store, or another process, which the message names,
+            held the file's lock for all of ``timeout``.
         ValueError: ``world_size`` or ``timeout`` is negative.
     """
 
@@ -170,8 +170,8 @@ class FileStore(NativeStore):
 class TCPStore(NativeStore):
     """A store on a server, which the process with ``is_master`` runs; arguments as in ``torch.distributed.TCPStore``.
 
-    ``host_name``: a name, an address, or ``unix:/path`` with port 0. ``port`` 0 of a master: any free one, see
-    ``port``. ``world_size``: number of users; ``wait_for_workers`` awaits all of them; ``None``: unknown.
+    ``host_name``: a name, an address, or ``unix:/path`` with port 0. ``port`` 0 of a master: any free port, see
+    ``port``. ``world_size``: number of users, ``None`` if unknown; ``wait_for_workers`` waits for all of them.
     ``multi_tenant``: masters of one process with the same port share a server. ``master_listen_fd``: a listening socket
     to serve. ``timeout``, a ``timedelta``: for connecting, for waiting for users, and for later calls (300 s).
     ``secret``: every user must pass it. ``require_same_user``: on loopback and without a secret, serve only processes
@@ -209,10 +209,10 @@ class TCPStore(NativeStore):
 class SymmetricWindow(_SymmetricMemory):
     """The ranks' symmetric tensors as one window: the result of ``rendezvous`` for groups of symm.
 
-    Offsets and sizes are elements of ``dtype``. Ranks are those of the window's group.
+    Offsets and sizes are elements of ``dtype``. Ranks are numbered as in the window's group.
     """
 
-    def get_buffer(  # type: ignore[override]  # torch's takes None, too
+    def get_buffer(  # type: ignore[override]  # torch's method also accepts None
         self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0
     ) -> torch.Tensor: ...
     def get_signal_pad(  # type: ignore[override]
@@ -233,7 +233,7 @@ class _CostModel:
 
     @property
     def local(self) -> tuple[float, float, float] | None:
-        """µs of a step with a collective and of one without, excluding collective and copies, and GB/s of copies."""
+        """Local µs of a step with a collective and of a step without one, both excluding copies, and GB/s of copies."""
 
     @property
     def origin(self) -> str: ...

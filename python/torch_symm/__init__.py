@@ -1,9 +1,9 @@
 """torch-symm: the PyTorch distributed backend ``symm`` for CPU and CUDA tensors, on one node or several.
 
 ``dist.init_process_group("symm")`` works without importing this module, and so do
-``init_method="symm://host:port"`` and ``"symm+file:///path"``. It holds the exceptions, the options, the stores, how
-GPUs are connected, categories of warnings, :func:`describe`, :func:`log_to_python`, :func:`replace`, :func:`stats`,
-:func:`trace` and the version. The native part is loaded on the first access to one of them.
+``init_method="symm://host:port"`` and ``"symm+file:///path"``. This module holds the exceptions, the options, the
+stores, the GPU topology, categories of warnings, :func:`describe`, :func:`log_to_python`, :func:`replace_gloo`,
+:func:`stats`, :func:`trace` and the version. The native part is loaded on the first access to one of them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ __all__ = [
     "trace",
 ]
 
-#: What is written in Python, by its module.
+#: The module of each public name that is written in Python.
 _MODULES = {
     "DMAConnectivity": "_topology",
     "SymmFallbackWarning": "_warnings",
@@ -91,7 +91,7 @@ _MODULES = {
 autoload()
 
 
-if not TYPE_CHECKING:  # with it a misspelt name would be of any type
+if not TYPE_CHECKING:  # otherwise type checkers would accept misspelt names
 
     def __getattr__(name: str) -> Any:
         if name in ("compile", "dtensor", "fsdp", "symm_mem"):

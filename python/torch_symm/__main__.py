@@ -25,7 +25,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command that ``arguments`` name (default: the program's); 0 if it succeeded."""
+    """Runs the command that ``arguments`` name (default: the program's arguments); returns 0 if it succeeded."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = words[0] if words else "--help"
     if name in ("-h", "--help", "help"):

@@ -57,7 +57,7 @@ def autoload() -> None:
             register("symm", create, extended_api=True, devices=devices())
         if not hasattr(dist.distributed_c10d, "_get_backend_name_for_device"):  # before 2.15
             import_module("torch_symm._torch_compat").compare_split_sources()
-        # The package may also name the function `rendezvous`.
+        # Not `dist.rendezvous`, which may be the function of that name.
         rendezvous = import_module("torch.distributed.rendezvous")
         for scheme, function in _SCHEMES.items():
             if scheme not in rendezvous._rendezvous_handlers:
@@ -76,7 +76,7 @@ def _meet(function: str, url: str, **given: Any) -> Iterator[Any]:
 
 
 def create(options: object, group_options: object) -> ProcessGroupSymm:
-    """Makes the group that torch asks for; called by ``torch.distributed``.
+    """Makes the group that torch requests; called by ``torch.distributed``.
 
     ``options`` is torch's ``_DistributedBackendOptions``; ``group_options`` a ``torch_symm.Options`` or ``None``.
     """

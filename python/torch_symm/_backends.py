@@ -73,10 +73,10 @@ def _there() -> str:
 def make(backend: str, name: str, store: Store, rank: int, size: int, timeout: timedelta, device: int) -> Backend:
     """Makes the backend ``backend`` of ``size`` ranks that meet in ``store``, for the GPU ``device``, or the CPU if -1.
 
-    A backend other than Gloo and NCCL is tried out.
+    A backend other than Gloo and NCCL is tested first.
 
     Raises:
-        RuntimeError: it cannot be made, or lacks something.
+        RuntimeError: the backend cannot be made, or a call that connecting nodes requires fails.
     """
     known: dict[str, Callable[..., Backend]] = {"gloo": _torch_compat.gloo, "nccl": _torch_compat.nccl}
     if backend in known:
@@ -84,7 +84,7 @@ def make(backend: str, name: str, store: Store, rank: int, size: int, timeout: t
     made: Backend | dist.ProcessGroup | None = _torch_compat.backend(backend, name, store, rank, size, timeout)
     where = torch.device("cpu") if device < 0 else torch.device("cuda", device)
     if isinstance(made, dist.ProcessGroup):
-        # A plug-in may wrap its backend.
+        # A plug-in may wrap its backend in a process group.
         try:
             made = made._get_backend(where)
         except RuntimeError:

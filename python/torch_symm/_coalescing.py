@@ -1,8 +1,8 @@
 """Ends a block of torch's ``_coalescing_manager`` that an exception leaves, on groups of symm.
 
 torch opens a block in two places, ``_world.pg_coalesce_state`` and the backend, and closes them only if no exception
-passes. Otherwise, later calls on the group would be recorded for a block that never ends: they would return and do
-nothing.
+passes. After an exception, later calls on the group would be recorded for a block that never ends: they would return
+and do nothing.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch_symm._native import load
 
 
 def end_blocks_at_exceptions() -> None:
-    """Installs this for every caller of ``_coalescing_manager``, including callers that imported it before.
+    """Installs the change for every caller of ``_coalescing_manager``, including callers that imported it before.
 
-    It therefore changes the generator function in the closure of torch's function, not the name in torch's module.
+    For that, it changes the generator function in the closure of torch's function, not the name in torch's module.
     Groups without a backend of symm keep torch's behaviour. Calling it again does nothing.
     """
     there: Any = distributed_c10d
     manager = there._coalescing_manager
     try:
         place = manager.__closure__[manager.__code__.co_freevars.index("func")]
-    except (AttributeError, TypeError, ValueError):  # another package has replaced it, maybe by one that calls torch's
+    except (AttributeError, TypeError, ValueError):  # another package has replaced it
         return
     if not getattr(place.cell_contents, "ends_at_exceptions", False):
         place.cell_contents = _ending(place.cell_contents)
@@ -35,7 +35,7 @@ def end_blocks_at_exceptions() -> None:
 def _ending(blocks: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     def block(group: Any = None, *given: Any, **named: Any) -> Iterator[Any]:
         found = distributed_c10d.GroupMember.WORLD if group is None else group
-        # A block within another one of the same group: the outer one ends both.
+        # Inside another block of the same group: the outer block ends both.
         inner = found in distributed_c10d._world.pg_coalesce_state
         try:
             yield from blocks(group, *given, **named)

@@ -69,7 +69,7 @@ def _own(group: Any) -> Any:
     for device in ("cpu", "cuda"):
         try:
             own = group._get_backend(torch.device(device))
-        except RuntimeError:  # It has none for this device
+        except RuntimeError:  # the group has no backend for this device
             continue
         if isinstance(own, native.ProcessGroupSymm):
             return own

@@ -1,4 +1,4 @@
-"""Makes DTensor use symm from the first symm group on, or from DTensor's later import.
+"""Makes DTensor use symm from the first symm group on, or from the import of DTensor if that comes later.
 
 Importing DTensor takes most of a second, so nothing here imports it, and ``import torch`` imports nothing more.
 """
@@ -15,7 +15,7 @@ from types import ModuleType
 
 from torch_symm._warnings import SymmFallbackWarning
 
-#: What is changed, by the function of ``torch_symm.dtensor._redistribute`` that changes it.
+#: The modules that are changed, and the function of ``torch_symm.dtensor._redistribute`` that changes each.
 _CHANGES = {
     "torch.distributed.tensor.placement_types": "replace_method",
     "torch.distributed.tensor.debug._comm_mode": "count_operator",
@@ -98,7 +98,7 @@ def _change_after(spec: ModuleSpec) -> None:
     def exec_module(module: ModuleType) -> None:
         execute(module)
         del loader.exec_module
-        if _watch in sys.meta_path:  # not since uninstalled
+        if _watch in sys.meta_path:  # unless uninstalled since
             _change(module)
 
     loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -73,10 +73,10 @@ def _leave_with_multiprocessing(native: Any) -> None:
 
 
 def forget_failed_start() -> None:
-    """Lets a process whose default group could not be made meet other processes, including new ones, in a retry.
+    """Resets torch's count of groups after the default group could not be made, so that a retry can succeed.
 
-    torch names groups by a counter, prefixes all keys of the store with the name, and counts a default group that
-    failed until one is destroyed: in the retry, ranks that count differently would wait for each other.
+    torch names groups by this count, prefixes all keys of the store with the name, and counts a default group that
+    failed until one is destroyed. In a retry, ranks with different counts, such as new processes, would not meet.
     """
     world = distributed_c10d._world
     if not world.pg_map:
@@ -86,9 +86,10 @@ def forget_failed_start() -> None:
 def _choose_symmetric_memory() -> None:
     """Makes ``SYMM`` torch's symmetric memory for CUDA if the program has neither chosen nor used another.
 
-    torch's own cannot be chosen, only kept: by the environment variable ``TORCH_SYMMMEM=CUDA``, which torch reads, too.
+    A program's choice of torch's own, the default, is not visible here; the environment variable
+    ``TORCH_SYMMMEM=CUDA``, which torch also reads, keeps it.
     """
     if "TORCH_SYMMMEM" in os.environ or _SymmetricMemory.get_backend(torch.device("cuda")) != "CUDA":
         return
-    with suppress(RuntimeError):  # it is in use
+    with suppress(RuntimeError):  # torch's own is already in use
         _SymmetricMemory.set_backend("SYMM")

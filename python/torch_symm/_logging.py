@@ -79,7 +79,7 @@ def log_to_python(level: int | str | None = None) -> None:
 
     Args:
         level: minimum level of the lines, as in ``logging`` (``logging.INFO``) or by name (``"info"``); ``None``: as
-            ``SYMM_LOG`` says. Filtered lines cost nothing. Calling it again changes the level.
+            ``SYMM_LOG`` says. Filtered lines cost nothing. Calling this function again changes the level.
 
     Raises:
         ValueError: no such level.

@@ -26,7 +26,7 @@ def mem_allocator() -> Any:
     native = load()
     count = torch.cuda.device_count()
     current = torch.cuda.current_device() if count else 0
-    # The current one first, because querying another one would make a context there.
+    # The current device first, because querying another device would create a context on it.
     if not any(
         native._supports_symm_mem(device) for device in sorted(range(count), key=lambda device: device != current)
     ):
@@ -69,13 +69,13 @@ def allocate(holder: int, count: int, dtype: torch.dtype, device: torch.device) 
             with torch.cuda.device(device):  # a pool belongs to the current device
                 pool = _pools[device.index] = _Pool(torch.cuda.MemPool(mem_allocator()))
         pool.holders.add(holder)
-        # One thread at a time: torch rejects a second one in the same pool.
+        # One thread at a time: torch rejects a second thread in the same pool.
         with torch.cuda.use_mem_pool(pool.memory, device):
             return torch.empty(count, dtype=dtype, device=device)
 
 
 def let_go(holder: int) -> None:
-    """Ends the pools without another holder; their tensors stay valid."""
+    """Releases the pools that have no holder besides ``holder``; their tensors stay valid."""
     with _lock:
         for index, pool in list(_pools.items()):
             pool.holders.discard(holder)

@@ -81,15 +81,15 @@ def _why_not(running: str, full: str) -> str:
 
 
 def _announce(native: ModuleType, cuda: str | None) -> None:
-    """Passes the directories of the kernels' compiler and the profiles, and the factory of inter-node backends."""
+    """Gives ``native`` the directories of the kernels' compiler and the profiles, and the inter-node factory."""
     native._cuda_libraries([os.fsencode(folder) for folder in nvrtc_folders(cuda)])
     native._set_bundled_profile_dir(os.fsencode(_FOLDER / "profiles"))
     native._set_backend_factory(_make_backend, _find_backends)
     _repr.install(native)
     _docstrings.install(native)
-    # In this order: the last registered function runs first, and leaving logs lines.
+    # In this order: the last registered function runs first, and leaving the groups logs lines.
     atexit.register(_end_logging)
-    # Before the interpreter ends: later, a thread that drops a tensor with a Python object would end the process.
+    # Leave before the interpreter ends: later, a thread that drops a tensor with a Python object would end the process.
     atexit.register(leave_all, native)
 
 
@@ -100,14 +100,14 @@ def _end_logging() -> None:
 
 
 def _make_backend(*described: Any) -> Any:
-    """Makes a backend between the nodes of a group; imported when a group first spans nodes."""
+    """Makes a backend between the nodes of a group; imports the code when a group first spans nodes."""
     from torch_symm import _backends
 
     return _backends.make(*described)
 
 
 def _find_backends(choice: str) -> tuple[str, str]:
-    """Returns the backends of torch that a choice selects; imported on first use."""
+    """Returns the backends of torch that a choice selects; imports the code on first use."""
     from torch_symm import _backends
 
     return _backends.find(choice)
@@ -145,7 +145,7 @@ def _exit_reason() -> str:
 def nvrtc_folders(cuda: str | None) -> list[Path]:
     """Returns directories of installed packages, such as ``nvidia/cu13/lib``, that contain the CUDA kernels' compiler.
 
-    Those with the compiler of CUDA version ``cuda``, such as ``"13.0"``, come first. Imports nothing.
+    Directories with the compiler of CUDA version ``cuda``, such as ``"13.0"``, come first. Imports nothing.
     """
     try:
         spec = importlib.util.find_spec("nvidia")

@@ -30,14 +30,14 @@ TORCHRUN = "start the ranks with torchrun, which sets RANK, WORLD_SIZE, MASTER_A
 def by_tcp(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator[Triplet]:
     """``symm://host:port``, ``symm://``, ``symm:///path``; ``?secret_env=NAME``, ``?secret=none``. Rank 0 serves.
 
-    ``host:port``: where rank 0 listens; an IPv6 address is enclosed in brackets. Nothing: ``MASTER_ADDR`` and
-    ``MASTER_PORT``; under torchrun, whose agent listens there, a free port that rank 0 publishes in the agent's store.
-    A path: a Unix socket. ``secret_env`` names an environment variable with a secret that all ranks have. Without one,
-    on loopback, only processes of this user and root are served, over a Unix socket in the port's place.
-    ``secret=none`` serves any process there over TCP.
+    ``host:port``: where rank 0 listens; an IPv6 address is enclosed in brackets. A path: a Unix
+    socket. Without these: ``MASTER_ADDR`` and ``MASTER_PORT``; under torchrun, whose agent listens there, a free port
+    that rank 0 publishes in the agent's store. ``secret_env`` names an environment variable with a secret that all
+    ranks have. Without a secret, rank 0 serves on loopback only processes of this user and root, over a Unix socket in
+    place of the port. With ``secret=none`` it serves every process there over TCP.
 
     Raises:
-        ValueError: the URL or the environment lacks something or has something unknown; the message names it.
+        ValueError: a part of the URL or of the environment is missing or unknown; the message names it.
         DistStoreError: not all ranks arrived within ``timeout``; the message on every rank names the missing ranks.
         DistNetworkError: rank 0 cannot be reached; the message says so.
         SymmConfigError: another live process has arrived as this rank; the message names both.
@@ -68,8 +68,8 @@ def by_file(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterato
     """``symm+file:///path``: a file that all ranks can lock and write.
 
     Raises:
-        DistStoreError: the file cannot be opened, or a process, which is named, held its lock until ``timeout``.
-        ValueError: the URL or the environment lacks something or has something unknown; the message names it.
+        DistStoreError: the file cannot be opened, or a process held its lock until ``timeout``; the message names it.
+        ValueError: a part of the URL or of the environment is missing or unknown; the message names it.
     """
     parts = urlsplit(url)
     _, rank, world_size = _query(parts, "symm+file", set())
@@ -206,7 +206,7 @@ def _open(
 def _beside_agent(
     host: str, port: int, rank: int, world_size: int, timeout: timedelta, secret: str | None, require_same_user: bool
 ) -> TCPStore:
-    """A store that rank 0 serves at a free port, which the others learn from the store of torchrun's agent."""
+    """A store that rank 0 serves at a free port, which the other ranks learn from the store of torchrun's agent."""
     from torch._C._distributed_c10d import PrefixStore
     from torch._C._distributed_c10d import TCPStore as AgentStore
 

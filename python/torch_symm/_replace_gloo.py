@@ -1,7 +1,7 @@
 """Replaces Gloo by symm, for programs that only choose well-known backends.
 
 Every rank publishes in the store whether it can take part, then how its joining ended, so all ranks agree on each
-group. A group that symm rejects, such as one on several nodes that nothing connects, is torch's Gloo on all ranks.
+group. A group that symm rejects, such as one on several nodes without an inter-node backend, uses Gloo on all ranks.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def replace_gloo() -> None:
     """From now on, makes symm serve the CPU tensors of every Gloo group. Call it on all ranks.
 
     This applies to ``backend="gloo"``, ``"cpu:gloo,cuda:nccl"`` and ``init_process_group()`` without a backend. CUDA
-    tensors of such a group stay with Gloo. If symm rejects a group on any rank, it is Gloo's on all; the log has the
-    reason at INFO. ``dist.get_backend()`` is ``"gloo"``, and the backend is an instance of ``ProcessGroupGloo`` for
-    ``isinstance``. ``SYMM_REPLACE_GLOO=1`` does the same without an import.
+    tensors of such a group stay with Gloo. If symm rejects a group on any rank, Gloo serves it on all ranks; the
+    log has the reason at INFO. ``dist.get_backend()`` is ``"gloo"``, and the backend is an instance of
+    ``ProcessGroupGloo`` for ``isinstance``. ``SYMM_REPLACE_GLOO=1`` does the same without an import.
 
     Raises:
         RuntimeError: this torch was built without Gloo.
@@ -44,7 +44,7 @@ def create(options: Any, group_options: Any) -> Backend:
 
     Raises:
         DistStoreError: not all ranks arrived within the timeout; the message names the missing ranks.
-        DistBackendError: the group could be formed on some ranks only; the message has their reason.
+        DistBackendError: the group could not be formed on some ranks; the message has the reason of one.
     """
     from torch._C._distributed_c10d import PrefixStore
 
@@ -69,7 +69,7 @@ def _join(options: Any, group_options: Any, exchange: _Exchange, *, cuda: bool) 
     from torch_symm._native import load
 
     native = load()
-    # Options of Gloo, which torch ignores, too.
+    # Options of Gloo are ignored, as torch ignores them.
     own = _group.prepared(native, options, group_options if isinstance(group_options, native.Options) else None)
     group = None
     try:

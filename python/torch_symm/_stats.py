@@ -9,7 +9,7 @@ from torch_symm._native import load
 
 
 class Stats(dict[str, Any]):
-    """Counts of calls on CUDA tensors by algorithm. Printed, it also has a table of this process's last calls."""
+    """Counts of calls on CUDA tensors by algorithm. Its text also has a table of this process's last calls."""
 
     def __str__(self) -> str:
         from torch_symm._live import table
@@ -26,8 +26,8 @@ class Stats(dict[str, Any]):
 def stats() -> Stats:
     """Returns how many calls on CUDA tensors of this process each algorithm has run; empty before the first.
 
-    Counts enqueued calls: a captured call once, not at each replay. ``"zero_copy"`` counts the calls, including
-    replays, in which this rank loaded or stored symmetric memory of a peer, of those that the devices have reached.
+    Counts enqueued calls: a captured call once, not at each replay. Among the calls and replays that the devices have
+    reached, ``"zero_copy"`` counts those in which this rank loaded or stored symmetric memory of a peer.
 
     ``"inter_node"`` exists once a multi-node group has been joined. For the name of each such group, it has what
     this rank has exchanged with other nodes, including CPU tensors, by path: ``"gloo rail 0"`` and ``"nccl rail 0"``
@@ -35,8 +35,8 @@ def stats() -> Stats:
     ``"nccl all ranks"``. Each has ``calls``, ``transfers``, and in bytes ``sent`` and ``received``.
 
     ``print(torch_symm.stats())`` shows a table of the last 2000 calls of this process: their number, bytes and µs by
-    collective and size (as nccl-tests counts it). Waits for other ranks require the calls of all ranks:
-    ``SYMM_STATS_INTERVAL=seconds``, ``torch-symm top``.
+    collective and size (as nccl-tests counts it). To see waits for other ranks, which require the calls of all
+    ranks, use ``SYMM_STATS_INTERVAL=seconds`` or ``torch-symm top``.
 
     Raises:
         ImportError: the native part cannot serve this torch.

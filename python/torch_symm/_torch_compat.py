@@ -27,7 +27,7 @@ def group_name(mesh: DeviceMesh, mesh_dim: int) -> Any:
     ``funcol._resolve_group_name`` returns the same, but in 2.12 and later as a ``GroupName``, which Dynamo cannot
     trace.
     """
-    # Imported by any code that has a mesh; making a group must not wait for the import.
+    # Not imported above: making a group must not wait for this module, which any code with a mesh has imported.
     funcol = torch.distributed._functional_collectives
     if hasattr(funcol, "_resolve_group"):
         group = funcol._resolve_group((mesh, mesh_dim))
@@ -39,7 +39,7 @@ def record_without_torch() -> None:
     """Makes torch treat groups of symm like groups of Gloo, which record their calls themselves.
 
     From 2.15 on, torch attaches its own flight recorder to every group of another backend, which costs some 2 µs per
-    call. It still does if the program sets its size.
+    call. torch still does so if the program sets the recorder's size.
     """
     stated = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
     recording = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
@@ -83,7 +83,7 @@ def set_timeout(timeout: timedelta) -> None:
     if hasattr(there, "set_timeout"):
         there.set_timeout(timeout)
         return
-    # Before 2.15, torch's own _set_pg_timeout knows only NCCL and Gloo; from then on, it is set_timeout.
+    # Before 2.15, torch's own _set_pg_timeout supports only NCCL and Gloo; from 2.15 on, its name is set_timeout.
     group: Any = dist.group.WORLD
     for device in group._device_types:
         group._get_backend(device)._set_default_timeout(timeout)
@@ -137,7 +137,7 @@ def make_gloo_by(create: Callable[[Any, Any], Any]) -> None:
     there: Any = distributed_c10d
     plugins = distributed_c10d.Backend._plugins
     if "GLOO" not in plugins and hasattr(there, "_register_builtin_gloo_backend"):
-        # Otherwise torch would, on the first request of a group.
+        # Otherwise torch would register it on the first request for a group.
         there._register_builtin_gloo_backend()
     plugin: Any = plugins.get("GLOO")
     if plugin is None:
@@ -192,7 +192,7 @@ def nccl(name: str, store: Store, rank: int, size: int, timeout: timedelta) -> B
 
 @contextmanager
 def _unwatched() -> Iterator[None]:
-    """Disables NCCL's watchdog actions, which it reads when made: the group's owner ends calls that hang."""
+    """Disables NCCL's watchdog, whose settings a backend reads when made: the group's owner ends calls that hang."""
     watchful = dict.fromkeys(
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT"), "0"
     )
@@ -223,9 +223,9 @@ def knows_backend(name: str) -> bool:
 
 
 def backend(kind: str, name: str, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Makes a backend of the name ``kind``, which :func:`knows_backend`, outside torch's groups.
+    """Makes a backend, outside torch's groups, of a name ``kind`` that :func:`knows_backend` accepts.
 
-    It may be one of Python's, or a process group.
+    The result may be a backend that is written in Python, or a process group.
     """
     plugin: Any = distributed_c10d.Backend._plugins.get(kind.upper())
     if plugin is None:

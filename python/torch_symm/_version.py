@@ -7,5 +7,5 @@ __version__ = "0.1.0"
 TORCH_VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 _major, _minor = TORCH_VERSIONS[-1].split(".")
-#: The same, as pip takes it.
+#: The same versions, as a requirement for pip.
 TORCH_REQUIREMENT = f"torch>={TORCH_VERSIONS[0]},<{_major}.{int(_minor) + 1}"

@@ -6,7 +6,7 @@
 FSDP2 copies the parameters of a module into one buffer, gathers it, and copies the result into the parameters; it
 copies gradients into another buffer, and reduces and scatters it. :func:`use` keeps these buffers in the symmetric
 memory of the GPU, where other ranks' kernels load and store them directly. The results have the same bits. On devices
-without such memory the buffers are ordinary ones.
+without such memory the buffers are in ordinary memory.
 
 **Addresses.** Each size has a memory pool of its own, so that the same addresses come back in every step. The pools end
 with the model; buffers outlive them.
@@ -35,7 +35,7 @@ __all__ = ["AllGather", "Buffers", "ReduceScatter", "use"]
 
 #: No group uses symmetric memory for shorter tensors.
 MIN_BYTES = 1 << 20
-#: Sizes with a pool of their own; a model has a few, unless its parameters take part in single steps only.
+#: Maximum number of sizes with their own pool; a model has few sizes, unless parameters take part only in some steps.
 MAX_SIZES = 32
 
 
@@ -133,7 +133,7 @@ def use(model: torch.nn.Module) -> None:
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
         raise ValueError("torch_symm.fsdp.use: no module was passed to fully_shard yet")
-    # By identity, because meshes with the same ranks and names compare equal in torch even if their groups differ.
+    # By identity, because torch's meshes with the same ranks and names compare equal even if their groups differ.
     found = [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
     meshes = {id(mesh): mesh for mesh in found}.values()
     groups = [(group, mesh.device_type) for mesh in meshes for group in mesh.get_all_groups()]

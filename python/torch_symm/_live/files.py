@@ -19,16 +19,16 @@ def folder() -> Path:
 
 
 def name(pid: int) -> str:
-    """The file of process ``pid``."""
+    """Returns the name of the file of process ``pid``."""
     return f"stats-{pid}.json"
 
 
 def job(of: Dump, place: Path) -> list[Dump]:
-    """Returns the calls of all processes of this node in a group with ``of``, if they have written any."""
+    """Returns the dumps of all processes of this node that share a group with ``of`` and have written one."""
     pids = {member.pid for view in of.views for member in view.members}
     found = {of.pid: of}
     for pid in sorted(pids - {of.pid}):
-        # Left by an earlier process with this pid, or being removed.
+        # The file may be left from an earlier process with this pid, or its process may just be removing it.
         with suppress(NotADump):
             one = read(place / name(pid), private=True)
             if {view.key for view in one.views} & {view.key for view in of.views}:

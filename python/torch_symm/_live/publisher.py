@@ -1,4 +1,4 @@
-"""``SYMM_STATS_INTERVAL``: a thread that writes this process's last calls, and in the first rank prints those of all.
+"""``SYMM_STATS_INTERVAL``: a thread that writes this process's last calls; on the first rank it also prints a table.
 
 When the first rank ends, it prints the counts of all its calls.
 """
@@ -65,13 +65,13 @@ def _end(native: Any, ended: threading.Event) -> None:
 
 
 def _rank(own: Dump) -> int | None:
-    """Returns this process's rank if it is the first of this node in all known groups, including those it has left."""
+    """Returns this process's global rank if it is the lowest of this node in all groups, including those it left."""
     here = {member.global_rank: member.pid for view in own.views for member in view.members}
     return min(here) if here and here[min(here)] == own.pid else None
 
 
 def write(native: Any) -> tuple[Dump, Path]:
-    """Writes the last calls of this process for other processes; the file is removed at its end.
+    """Writes the last calls of this process for other processes; the file is removed when this process exits.
 
     Raises:
         SymmConfigError: the directory cannot be used.
@@ -89,6 +89,6 @@ def _remove(path: Path) -> None:
 
 
 def _first(own: Dump) -> bool:
-    """Returns true if this process is the first of this node in its groups."""
+    """Returns true if this process has the lowest global rank of this node in its groups."""
     here = {member.global_rank: member.pid for view in own.views if view.left_ns is None for member in view.members}
     return bool(here) and here[min(here)] == own.pid

@@ -30,7 +30,7 @@ def _fields(line: dict[str, Any]) -> tuple[str, ...]:
     times = ("-", "-", "-")
     if timed:
         times = (f"{ns / 1e6:.1f}", f"{ns / timed / 1e3:.1f}", f"{line['longest_ns'] / 1e3:.1f}")
-    # The bytes of the timed calls: sizes differ within a class, so their mean stands for all.
+    # Sizes differ within a class: estimate the bytes of the timed calls from the mean of all calls.
     rate = f"{line['bytes'] / calls * timed / ns:.2f}" if ns and line["bytes"] else "-"
     amounts = (shown_bytes(line["size"]), line["device"], str(calls), shown_bytes(line["bytes"]))
     return (line["op"], *amounts, *times, rate)

@@ -11,8 +11,8 @@ from torch_symm._repr import counted
 from torch_symm._trace.dump import Call, Dump
 from torch_symm._trace.report import Group, merge
 
-#: Lateness below this does not count as waiting: it is the precision of two clocks of one node, and the time of a
-#: wake-up.
+#: Lateness below this does not count as waiting: two clocks of one node differ by up to this much, and a wake-up takes
+#: as long.
 LATE_NS = 20_000
 HEADINGS = ("collective", "bytes", "calls", "total", "µs", "p99", "waiting", "last to start")
 
@@ -23,7 +23,7 @@ class Line:
 
     ``us``: the time of each call that has ended, of every rank. ``waited`` of ``spent``: nanoseconds that ranks spent
     in calls before the last rank had started, where all ranks' calls are known. ``last``: how often each rank started
-    last, late.
+    last, and later than ``LATE_NS`` after the first.
     """
 
     op: str
@@ -47,7 +47,7 @@ class Line:
         return (self.last.most_common(1)[0][0], self.last.most_common(1)[0][1] / self.compared) if self.last else None
 
     def as_json(self) -> dict[str, object]:
-        """For programs."""
+        """Returns the figures for programs."""
         return {
             "op": self.op,
             "size": self.size,
@@ -159,7 +159,7 @@ def _fields(line: Line) -> tuple[str, ...]:
 
 
 def shown_bytes(count: int) -> str:
-    """``3.91 KiB``."""
+    """Returns a number of bytes with its unit, such as ``3.91 KiB``."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
             return f"{count / size:.3g} {unit}"

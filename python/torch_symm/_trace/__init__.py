@@ -35,9 +35,9 @@ def dump_trace(path: str | os.PathLike[str] | None = None, format: str = "json")
         format: ``"json"``; or ``"torch"``, the pickle that torch's ``torchfrtrace`` reads.
 
     Raises:
-        ValueError: another format; the directory of ``path`` does not exist or cannot be written; as ``"torch"``, no
-            group was joined, or ranks are threads of this process, which needs a file for each (``python -m torch_symm
-            trace --torch`` writes them).
+        ValueError: another format; the directory of ``path`` does not exist or cannot be written; with ``"torch"``, no
+            group was joined, or several ranks are threads of this process, and each needs its own file
+            (``python -m torch_symm trace --torch`` writes these).
         SymmConfigError: ``path`` is ``None`` and the directory cannot be used.
     """
     if format not in ("json", "torch"):

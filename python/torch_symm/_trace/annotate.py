@@ -17,10 +17,10 @@ from torch_symm._native import load
 
 from .dump import Call, Dump, NotADump, View, parse, read
 
-#: Tolerance between two readings of the clock for one moment, the profiler's and ours.
+#: Tolerance between the profiler's and our reading of the clock for the same moment.
 SKEW_NS = 20_000
 PREFIX = "symm:"
-#: Names of events that differ from those of calls.
+#: The operation of each event whose name differs from it.
 OPS = {"recvAnySource": "recv"}
 
 
@@ -58,25 +58,25 @@ class Event:
         self.calls: list[tuple[View, Call]] = []
 
     def away_ns(self, at: int) -> int:
-        """How far ``at`` is outside the event."""
+        """Returns the time between ``at`` and the event; 0 if ``at`` is within the event."""
         return max(self.start_ns - at, at - self.end_ns, 0)
 
 
 def annotate_profiler_trace(path: str | os.PathLike[str], dumps: Sequence[str | os.PathLike[str]] = ()) -> int:
     """Adds algorithm, bytes, bandwidth and waits to a trace that ``torch.profiler`` has exported.
 
-    Each event ``symm:...`` of a call that is kept, one of the last 2000 of a process, gets the arguments ``call``,
+    A process keeps its last 2000 calls. The event ``symm:...`` of such a call gets the arguments ``call``,
     ``sequence``, ``group``, ``bytes`` and ``algorithm``. For calls on CPU tensors it also gets ``us``,
-    ``algbw_gb_per_s``, ``busbw_gb_per_s``, ``waited_us`` and ``waited_for``: how long this rank waited until all had
-    started, and for which rank of the group. Bus bandwidth is as in nccl-tests' ``doc/PERFORMANCE.md``.
+    ``algbw_gb_per_s``, ``busbw_gb_per_s``, ``waited_us`` and ``waited_for``: how long this rank waited until all ranks
+    had started, and for which rank of the group. Bus bandwidth is as in nccl-tests' ``doc/PERFORMANCE.md``.
     The file is replaced.
 
     Args:
         path: a file that ``export_chrome_trace`` wrote, ``.json`` or ``.json.gz``.
-        dumps: dumps of the processes of the trace (:func:`dump_trace`); none: the calls of this process.
+        dumps: dumps of the processes of the trace (:func:`dump_trace`); by default, the calls of this process.
 
     Returns:
-        How many events got arguments.
+        The number of events that got arguments.
 
     Raises:
         ValueError: ``path`` is not such a trace, or one of ``dumps`` is not a dump.
@@ -118,7 +118,7 @@ def _events(trace: Any) -> list[Event]:
 
 
 def _match(dump: Dump, events: Sequence[Event]) -> None:
-    """Assigns each call to the event that submitted it; a coalesced one has several."""
+    """Assigns each call to the event that submitted it; the event of coalesced calls gets several."""
     calls = [(view, call) for view in dump.views for call in view.calls]
     for view, call in sorted(calls, key=lambda one: one[1].number):
         near = [e for e in events if e.op == call.op and e.away_ns(call.created_ns) <= SKEW_NS]

@@ -31,7 +31,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Call:
-    """An entry of the ring; see ``docs/guide/trace.md``. ``sequence`` is ``None`` if it did not start."""
+    """A recorded call; see ``docs/guide/trace.md``. ``sequence`` is ``None`` if the call did not start."""
 
     number: int
     op: str
@@ -41,7 +41,7 @@ class Call:
     elements: int
     itemsize: int
     peer: int | None
-    #: The peer is on another node; its number is its rank in the default group.
+    #: True if the peer is on another node; ``peer`` is then its rank in the default group.
     internode: bool
     even: bool
     bytes_in: int
@@ -53,7 +53,7 @@ class Call:
     ended_ns: int | None
     state: str
     outcome: str | None
-    #: The phase of a multi-node collective, now or when it failed, and since when.
+    #: The phase of a multi-node collective, now or when it failed, and the time when that phase started.
     phase: str | None
     phase_ns: int | None
     #: The algorithm; the rank for which the call waited is only known for calls under a profiler.
@@ -138,7 +138,7 @@ class Dump:
 
 
 def foreign(status: os.stat_result) -> str:
-    """Returns why a file or directory with this status is not trusted, or nothing; as ``src/sys/owner_only.rs``."""
+    """Returns why a file or directory with this status is not trusted, or nothing; see ``src/sys/owner_only.rs``."""
     user = os.geteuid()
     if status.st_uid not in (user, 0):
         return f"belongs to user {status.st_uid}, this process to {user}"
@@ -148,7 +148,7 @@ def foreign(status: os.stat_result) -> str:
 
 
 def read(path: Path, private: bool = False) -> Dump:
-    """Reads the dump in ``path``. With ``private``, only a file that other users cannot have made or changed.
+    """Reads the dump in ``path``. With ``private``, rejects a file that other users could have made or changed.
 
     Raises:
         NotADump: it is not a dump, is of another version, ends too early, or is not private.
@@ -166,13 +166,13 @@ def read(path: Path, private: bool = False) -> Dump:
 
 
 def _private(path: Path) -> bytes:
-    # Neither the directory nor the file may be a link, and the open files are checked.
+    # Neither the directory nor the file may be a symbolic link, and the checks use the open descriptors.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     folder = os.open(path.parent, flags | os.O_DIRECTORY)
     try:
         if reason := foreign(os.fstat(folder)):
             raise NotADump(f"{path.parent} {reason}")
-        # A pipe without a writer would block.
+        # Without O_NONBLOCK, opening a pipe that has no writer would block.
         descriptor = os.open(path.name, flags | os.O_NONBLOCK, dir_fd=folder)
     finally:
         os.close(folder)

@@ -19,7 +19,7 @@ class Group:
 
     @property
     def several(self) -> bool:
-        """True if the group spans nodes; its members here are its part on one."""
+        """True if the group spans nodes; ``members`` are then only its ranks on one node."""
         return any(view.other_nodes for view in self.views.values())
 
     def reached(self, rank: int, series: Series) -> int:
@@ -39,7 +39,7 @@ class Group:
         return (peer.launched or 0) if cuda else peer.begun
 
     def known(self, rank: int) -> list[Peer]:
-        """Returns what the others knew about ``rank``, the latest last."""
+        """Returns the other ranks' knowledge about ``rank``, the latest last."""
         views = sorted(self.views.values(), key=lambda view: view.written_ns)
         return [peer for view in views if view.rank != rank for peer in view.peers if peer.rank == rank]
 
@@ -72,7 +72,7 @@ def render(dumps: Sequence[Dump]) -> str:
 
 
 def as_json(dumps: Sequence[Dump]) -> list[dict[str, object]]:
-    """The report of each group: its name, the global ranks of its members and of those with a dump, and the text."""
+    """The report of each group: its name, its global ranks, the global ranks that wrote a dump, and the text."""
     return [
         {
             "group": group.name,
@@ -175,7 +175,7 @@ def _mismatch(group: Group, series: Series) -> Iterator[str]:
 
 
 def _phases(group: Group) -> Iterator[str]:
-    """Lists multi-node collectives in progress, or failed: in which phase."""
+    """Lists multi-node collectives that are in progress or failed, each with its phase."""
     for rank, view in sorted(group.views.items()):
         for call in view.calls:
             if call.phase and call.state in ("started", "failed"):

@@ -1,7 +1,7 @@
 """Converts dumps to the format of torch's own analyser, ``torchfrtrace``.
 
-That is a pickle per rank. The analyser takes each entry for a call of its whole group, so sends and receives are left
-out. Calls on CUDA have their own numbers and form their own group, ``<name>:cuda``.
+The format is one pickle per rank. The analyser takes each entry for a call of its whole group, so sends and receives
+are left out. Calls on CUDA have their own numbers and form their own group, ``<name>:cuda``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _STATES = {"scheduled": "scheduled", "started": "started", "completed": "complet
 def convert(dumps: Sequence[Dump]) -> dict[int, dict[str, Any]]:
     """Returns the object to pickle for each global rank, as ``torch_rank_<rank>``.
 
-    If some rank has already overwritten a call, it is left out on all ranks.
+    A call that some rank has already overwritten is left out on all ranks.
 
     Raises:
         NotADump: two processes claim to be the same rank.
@@ -70,7 +70,7 @@ def _add(rank: dict[str, Any], view: View, name: str, first: dict[tuple[tuple[st
     last = {False: 0, True: 0}
     rank["pg_config"][name] = {"name": name, "desc": "undefined", "ranks": str(members)}
     for call in view.calls:
-        # Rejected before it started: the other ranks do not know it.
+        # A call that was rejected before it started is unknown to the other ranks.
         if call.message or (call.sequence is None and call.state == "failed"):
             continue
         # Queued calls start in this order.

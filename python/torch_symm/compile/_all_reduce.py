@@ -1,4 +1,4 @@
-"""All-reduces whose input is needed afterwards: out of place instead of in place on a copy."""
+"""Runs all-reduces whose input is needed afterwards out of place, instead of in place on a copy."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.fx import Graph, Node
 
 from torch_symm.compile._nodes import aten, calls, collectives, is_of_symm, value
 
-#: The names in functional collectives of the reductions that ``torch.ops.symm.all_reduce`` supports.
+#: The reductions that ``torch.ops.symm.all_reduce`` supports, by their names in functional collectives.
 REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 
 
 def replace_copied(graph: Graph) -> None:
     """Replaces each all-reduce of ``graph`` that Inductor would run on a copy, and its wait.
 
-    If the input is not needed any more, Inductor reduces it in place by itself. If something else is between an
+    If the input is not needed any more, Inductor reduces it in place by itself. If another node is between an
     all-reduce and its wait, both are kept, because they may run concurrently.
     """
     order = {node: number for number, node in enumerate(graph.nodes)}

@@ -15,7 +15,7 @@ aten = torch.ops.aten
 collectives = torch.ops._c10d_functional
 
 
-#: The arguments of each operator that the matchers read, by position. All others must have their default values.
+#: For each operator, the arguments that the matchers read, by position. All others must have their default values.
 READ: dict[Any, tuple[str, ...]] = {
     aten.abs.default: ("self",),
     aten.add.Scalar: ("self", "other"),
@@ -106,7 +106,7 @@ def casts(node: Node, dtype: torch.dtype) -> list[Node]:
 
 
 def is_last(dims: Any, of: Any) -> bool:
-    """Returns true if ``dims``, one or a list, names only the last dimension of ``of``."""
+    """Returns true if ``dims``, one number or a list, names only the last dimension of ``of``."""
     tensor = value(of)
     return tensor is not None and dims in (-1, tensor.dim() - 1, [-1], [tensor.dim() - 1])
 
@@ -117,7 +117,7 @@ def is_number(node: Any, number: float) -> bool:
 
 
 def is_of_symm(group: str, tensor: torch.Tensor) -> bool:
-    """Returns true if ``group`` exists and has symm for the device of ``tensor``."""
+    """Returns true if ``group`` exists and uses symm for the device of ``tensor``."""
     try:
         return is_symm(resolve(group), tensor.device.type)
     except RuntimeError:

@@ -12,13 +12,13 @@ from torch.fx import Graph, Node
 from torch_symm.compile._nodes import aten, calls, casts, collectives, is_last, is_of_symm, other, uncast, users, value
 from torch_symm.compile._quantized import quantization
 
-#: Element types and the longest row that the operator supports, and the divisor of a row's length.
+#: Element types and longest row that the operator supports; the length of a row must be a multiple of ``MULTIPLE``.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST, MULTIPLE = 16384, 8
 
 
 class Norm(NamedTuple):
-    """Weight, eps, and the resulting rows of an RMSNorm: normed, or also quantized, by ``scale`` or ``scales``."""
+    """Weight, eps, and resulting rows of an RMSNorm: normed, and also quantized if ``scale`` or ``scales`` is set."""
 
     weight: Node
     eps: float
@@ -38,7 +38,7 @@ class Found(NamedTuple):
 
 
 def replace_norms(graph: Graph) -> None:
-    """Replaces them in ``graph``."""
+    """Replaces each all-reduce, addition and RMSNorm in ``graph`` by one operator."""
     order = {node: number for number, node in enumerate(graph.nodes)}
     for wait in graph.find_nodes(op="call_function", target=collectives.wait_tensor.default):
         found = _find(wait, order)

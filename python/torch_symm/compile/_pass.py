@@ -30,7 +30,7 @@ class SymmPass(CustomGraphPass):
 
 
 class Following(CustomGraphPass):
-    """Another pass followed by ours, as one, because torch 2.11 accepts only one."""
+    """Another pass and then ours, combined into one because torch 2.11 accepts only one."""
 
     def __init__(self, first: Any, ours: SymmPass) -> None:
         self.first, self.ours = first, ours
@@ -52,7 +52,7 @@ _pass = SymmPass()
 def enable() -> None:
     """From now on, Inductor replaces ``rms_norm(all_reduce(x) + residual)`` on symm groups by one operator.
 
-    It matches functional all-reduces (``torch.distributed._functional_collectives``) of sums, and
+    The pass matches functional all-reduces (``torch.distributed._functional_collectives``) of sums, and
     ``torch.nn.functional.rms_norm`` or its spelling with ``pow``, ``mean`` and ``rsqrt``; rows of lengths and types
     that the operator does not support are left unchanged. If the normed rows are only used as float8_e4m3fn, with one
     float32 scale or one per row, the operator quantizes them as well. Residual and weight must be the same on all

@@ -1,4 +1,4 @@
-"""Finds normed rows that are quantized to float8_e4m3fn in the way of the operator."""
+"""Finds normed rows that are quantized to float8_e4m3fn as the operator does it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEAST_SCALE = 1 / (LARGEST * 512)
 
 
 class Quantized(NamedTuple):
-    """The quantized rows, and their divisor: one ``scale``, or ``scales`` of each row, which are a result."""
+    """The quantized rows, and their divisor: one ``scale``, or one per row, ``scales``, which the operator returns."""
 
     rows: Node
     scale: Node | None
@@ -58,7 +58,7 @@ def _the_same(normed: Node, dtype: torch.dtype) -> list[Node]:
 
 
 def _divisor(scaled: Node, of: Node) -> Node | None:
-    """Returns the divisor of ``of``, also if it is multiplied by the reciprocal."""
+    """Returns the divisor of ``of``, also if ``of`` is multiplied by the reciprocal of the divisor."""
     if calls(scaled, aten.div.Tensor):
         found = scaled.args[1] if scaled.args[0] is of else None
     else:
@@ -68,7 +68,7 @@ def _divisor(scaled: Node, of: Node) -> Node | None:
 
 
 def _last(scaled: Node) -> tuple[Node, list[Node], bool] | None:
-    """Returns the final float8_e4m3fn, the nodes on the way there, and whether these limit its elements to 448."""
+    """Returns the conversion to float8_e4m3fn, the nodes before it, and whether these limit the elements to 448."""
     chain = [scaled]
     limits: set[float] = set()
     while len(chain[-1].users) == 1:
@@ -86,7 +86,7 @@ def _last(scaled: Node) -> tuple[Node, list[Node], bool] | None:
 
 
 def _is_one(scale: Node, normed: Node) -> bool:
-    """Returns true if it is one float32 on the device of ``normed``."""
+    """Returns true if ``scale`` is a single float32 on the device of ``normed``."""
     found, rows = value(scale), value(normed)
     if found is None or rows is None or found.dtype != torch.float32 or found.device != rows.device:
         return False
@@ -94,7 +94,7 @@ def _is_one(scale: Node, normed: Node) -> bool:
 
 
 def _of_each_row(scales: Node, rows: list[Node]) -> list[Node] | None:
-    """Returns the nodes between ``rows`` and their scales: a row's maximum by 448, at least 1 / (448 * 512)."""
+    """Returns the nodes between ``rows`` and ``scales``: each row's maximum / 448, but at least 1 / (448 * 512)."""
     if not calls(scales, aten.clamp_min.default) or not is_number(scales.args[1], LEAST_SCALE):
         return None
     quotient: Any = scales.args[0]
@@ -124,6 +124,6 @@ def _of_each_row(scales: Node, rows: list[Node]) -> list[Node] | None:
 
 
 def _are_used_within(nodes: Iterable[Node], results: Iterable[Node]) -> bool:
-    """Returns true if only themselves and ``results`` use ``nodes``."""
+    """Returns true if no node outside ``nodes`` and ``results`` uses one of ``nodes``."""
     inside = {*nodes, *results}
     return all(user in inside for node in nodes for user in node.users)

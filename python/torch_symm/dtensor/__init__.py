@@ -1,12 +1,12 @@
 """Backend support for DTensor: its collectives, and what they cost.
 
-Moving shards between dimensions, scatter, broadcast, padding (``docs/guide/dtensor-costs.md``): the functions have the
+The functions that move shards between dimensions, scatter, broadcast and pad (``docs/guide/dtensor-costs.md``) have the
 names and arguments of ``torch.distributed.tensor._collective_utils`` and return the same bits. They support groups of
 any backend. DTensors whose mesh has symm groups use :func:`shard_dim_alltoall` automatically, from the first symm group
 of a process on; :func:`disable_redistribute` ends that.
 
-Prices of collectives and of redistributions (``docs/design/cost-model.md``): in µs, measured if a profile of this
-machine exists. DTensor uses them after :func:`enable_cost_model`.
+Prices of collectives and of redistributions (``docs/design/cost-model.md``) are in µs, and measured if a profile
+of this machine exists. DTensor uses them after :func:`enable_cost_model`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ __all__ = [
     "unpad_tensor",
 ]
 
-#: The names that need all of DTensor, by module: DTensor imports this package while it is being imported itself.
+#: The module of each name that needs all of DTensor, loaded on access, because DTensor's import imports this package.
 _PRICES = {
     "RedistributePlan": "_redistribute_cost",
     "MeshTopoInfo": "_cost",
@@ -84,7 +84,7 @@ _PRICES = {
 }
 
 
-if not TYPE_CHECKING:  # with it a misspelt name would be of any type
+if not TYPE_CHECKING:  # otherwise type checkers would accept misspelt names
 
     def __getattr__(name: str) -> Any:
         if name not in _PRICES:

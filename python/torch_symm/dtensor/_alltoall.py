@@ -99,7 +99,7 @@ def _move(
 
     def exchange(packed: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
         output = packed.new_empty(sum(received))
-        # Synchronous, unlike the functional collective: it runs on the caller's thread on CPU, on its stream on CUDA.
+        # Synchronous, unlike the functional collective: runs on the caller's thread (CPU) or stream (CUDA).
         dist.all_to_all_single(output, packed, received, sent, group=group)
         return output
 
@@ -109,10 +109,10 @@ def _move(
 def _trace(
     input: torch.Tensor, gather_dim: int, shard_dim: int, gather_size: int | None, mesh: DeviceMesh, mesh_dim: int
 ) -> torch.Tensor:
-    """Does the same with torch's functional collective, which compilers keep and order.
+    """Does the same as ``_move`` with torch's functional collective, which compilers keep and order.
 
-    They would drop any other operator with an empty result on the ranks that have it, and the others would wait for
-    them.
+    A compiler would drop any other operator on a rank where the result is empty, and the other ranks would wait for
+    that rank.
     """
 
     def exchange(packed: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The cost of a collective along a dimension of a mesh, in microseconds.
 
-The names and the meaning of ``bytes`` are those of ``torch.distributed.tensor._collective_utils``, but in bytes and not
-GiB: the longest tensor that a rank passes or gets. The formulas are in Rust; ``docs/design/cost-model.md`` documents
-them with their sources.
+The functions are named as in ``torch.distributed.tensor._collective_utils``. ``bytes`` is the size of the longest
+tensor that a rank passes or gets, like ``bytes_gb``, but in bytes instead of GiB. The formulas are in Rust;
+``docs/design/cost-model.md`` documents them with their sources.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PriceSource: TypeAlias = Literal["auto", "measured", "links", "torch"]
 class MeshTopoInfo:
     """The dimensions of a mesh: ranks, a rank's sending rate in GB/s, and the latency of a trip in µs.
 
-    Made by :meth:`build_from_mesh`, or with the user's own figures, to which ``source`` then applies: ``links`` (bytes
+    Made by :meth:`build_from_mesh`, or from the user's own figures, which ``source`` then interprets: ``links`` (bytes
     and trips of the algorithm that would run) or ``torch`` (torch's formula for a ring).
     """
 
@@ -92,7 +92,7 @@ class MeshTopoInfo:
     def local_us(self, copied: float, collective: bool) -> float:
         """Returns the µs of a redistribution step outside its collective: host's time, and ``copied`` bytes.
 
-        ``collective``: whether it has one. 0 if that was not measured, as in torch's model.
+        ``collective``: whether the step has a collective. Returns 0, like torch's model, if the time was not measured.
         """
         local = self._prices.local
         if local is None:
@@ -143,7 +143,7 @@ def from_prices(
     ``job``: ranks of the job on this node. ``profile``: a file to use instead of the one that is found.
 
     Raises:
-        SymmConfigError: as :meth:`MeshTopoInfo.build_from_mesh`.
+        SymmConfigError: see :meth:`MeshTopoInfo.build_from_mesh`.
     """
 
     def opened(gb_per_s: Sequence[float] = (), us: Sequence[float] = ()) -> _CostModel | None:
@@ -186,7 +186,7 @@ def job_ranks() -> int:
 
 
 def devices_per_node(device_type: str) -> int:
-    """Returns the maximum number of ranks on a node: the GPUs, or on CPU the ranks that torchrun started."""
+    """Returns the maximum number of ranks on a node: the job's ranks, or for CUDA the GPUs if there are more."""
     if device_type == "cuda":
         import torch
 

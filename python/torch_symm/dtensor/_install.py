@@ -1,4 +1,4 @@
-"""Installs the cost model in the place of torch's, and restores torch's."""
+"""Installs this package's cost model in place of torch's model, and restores torch's model."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ _torchs_step: Callable[[DTensorSpec, DTensorSpec], float] = _collective_utils.on
 def enable_cost_model(network: tuple[float, float] | None = None) -> None:
     """From now on, DTensor chooses shardings, and the order of steps, by this package's prices.
 
-    Only on meshes whose groups are all symm; others keep torch's prices. May be called again; ``disable_cost_model``
-    undoes it. Call it on all ranks: they must make the same choices, and read the same profile.
+    Applies only to meshes whose groups are all symm; others keep torch's prices. May be called again;
+    ``disable_cost_model`` undoes it. Call it on all ranks: they must make the same choices, and read the same profile.
 
     ``network``: speed of the network for meshes that span nodes: GB/s of a node (for CUDA: a GPU), µs of a trip. It
-    also applies to :meth:`MeshTopoInfo.build_from_mesh`, until this is called without it, or uninstalled.
+    also applies to :meth:`MeshTopoInfo.build_from_mesh`, until this function is called without it, or
+    :func:`disable_cost_model` is called.
 
     Raises:
         ValueError: ``network`` is not a valid speed.
@@ -71,7 +72,7 @@ def _is_symm(mesh: DeviceMesh) -> bool:
     try:
         groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
         return all("symm" in _backend_of(group, mesh.device_type) for group in groups)
-    except (RuntimeError, ValueError):  # no groups: a mesh without them, or another rank's
+    except (RuntimeError, ValueError):  # the mesh has no groups, or none of this rank
         return False
 
 
@@ -88,7 +89,7 @@ def _redistribute_cost(current_spec: DTensorSpec, target_spec: DTensorSpec) -> f
 
 
 def _one_step_cost(current_spec: DTensorSpec, target_spec: DTensorSpec) -> float:
-    """Prices like torch's function, for specs that differ in one placement."""
+    """Replaces torch's function, for specs that differ in one placement."""
     if not _priced(current_spec) or current_spec.mesh != target_spec.mesh:
         return _torchs_step(current_spec, target_spec)
     pairs = zip(current_spec.placements, target_spec.placements, strict=True)
@@ -101,6 +102,6 @@ def _one_step_cost(current_spec: DTensorSpec, target_spec: DTensorSpec) -> float
 
 
 def _priced(spec: DTensorSpec) -> bool:
-    """Returns true if our prices apply: the mesh is symm's, and sizes are numbers, not symbols of a traced graph."""
+    """Returns true if our prices apply: the mesh uses symm, and sizes are numbers, not symbols of a traced graph."""
     meta = spec.tensor_meta
     return meta is not None and all(type(size) is int for size in meta.shape) and _is_symm(spec.mesh)

@@ -53,7 +53,7 @@ def replace_method(module: ModuleType) -> Callable[[], None]:
     shard._to_new_shard_dim = to_new_shard_dim
 
     def undo() -> None:
-        # If other code has replaced our function since, its function stays. If it calls ours, ours calls torch's.
+        # If other code has replaced our function since, that replacement stays, and may still call ours.
         if shard._to_new_shard_dim is to_new_shard_dim:
             shard._to_new_shard_dim = theirs
 
@@ -61,7 +61,7 @@ def replace_method(module: ModuleType) -> Callable[[], None]:
 
 
 def count_operator(module: ModuleType) -> Callable[[], None]:
-    """Makes ``CommDebugMode`` count the operator as torch's own, as on CUDA; returns a function that undoes it."""
+    """Makes ``CommDebugMode`` count our operator as torch's, as on CUDA; returns a function that undoes it."""
     ours = torch.ops.torch_symm.shard_dim_alltoall
     module.NATIVE_TO_PY_MAPPING[ours] = torch.ops._dtensor.shard_dim_alltoall
     return lambda: module.NATIVE_TO_PY_MAPPING.pop(ours, None)

@@ -64,7 +64,7 @@ class RedistributePlan:
 def redistribute_cost(current_spec: DTensorSpec, target_spec: DTensorSpec, topo: MeshTopoInfo | None = None) -> float:
     """Returns the µs of the steps that redistribute from ``current_spec`` to ``target_spec``.
 
-    Infinite between meshes and from ``Shard`` to ``Partial``; zero if nothing moves between ranks or this one is
+    Infinite between meshes and from ``Shard`` to ``Partial``; zero if nothing moves between ranks or this rank is
     outside the mesh. ``Shard`` to another ``Shard`` is an all-to-all. ``topo`` has prices that replace those of the
     mesh. The formula is in ``docs/design/cost-model.md``; with ``source="torch"`` it is torch's formula.
 
@@ -166,7 +166,7 @@ def price_step(before: Placement, after: Placement, mesh_dim: int, held: float, 
     elif before.is_partial() and _cut(after):
         collective = "reduce_scatter"
     elif before.is_replicate() and after.is_partial():
-        # Every rank but the first drops its part, or all of them divide it.
+        # No data move: for a sum every rank divides its tensor, for most other reductions it keeps the tensor.
         collective, moved = "slice", 0.0
     if not collective:
         return RedistributeStep(mesh_dim, before, after, "", moved, math.inf, "", "")
@@ -177,9 +177,9 @@ def price_step(before: Placement, after: Placement, mesh_dim: int, held: float, 
 
 
 def _copied(before: Placement, after: Placement, held: float, ranks: int) -> float:
-    """Returns the bytes that a rank copies for a step, besides the collective, if it ``held`` this many before.
+    """Returns the bytes that a rank with ``held`` bytes copies for a step, in addition to the collective.
 
-    As in the code of torch 2.11: parts of a dimension other than the first are reordered before or after the
+    Like the code of torch 2.11: parts of a dimension other than the first are reordered before or after the
     collective, an all-reduce runs on a copy, a part is sliced as a copy; an all-to-all is packed and unpacked.
     """
     if before.is_replicate():

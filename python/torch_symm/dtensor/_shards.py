@@ -34,7 +34,7 @@ def unpad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int) -> torch.Ten
 def fill_empty_tensor_to_shards(
     shards: list[torch.Tensor], shard_dim: int, num_empty_tensors: int
 ) -> list[torch.Tensor]:
-    """Appends ``num_empty_tensors`` shards of size 0 in ``shard_dim``, otherwise like the first, to ``shards``.
+    """Appends ``num_empty_tensors`` tensors to ``shards``, like the first shard but of size 0 in ``shard_dim``.
 
     Returns:
         The same list.
@@ -52,13 +52,13 @@ def fill_empty_tensor_to_shards(
 
 
 def check_tensor_meta(local_tensor: torch.Tensor, check_shape_stride: bool = False) -> None:
-    """Returns if dtype and ``requires_grad``, and optionally shape and stride, are the same on all ranks of the world.
+    """Checks that dtype and ``requires_grad``, and optionally shape and stride, are the same on all ranks of the world.
 
-    A collective of the default group, which every rank must call, with its ``local_tensor`` of any shape. Shape and
+    It is a collective of the default group: every rank must call it, with its ``local_tensor`` of any shape. Shape and
     stride are compared if ``check_shape_stride``.
 
     Raises:
-        ValueError: they differ, on all ranks. The message lists the values of ranks that differ from rank 0.
+        ValueError: the values differ; all ranks raise this. The message lists the values that differ from rank 0.
     """
     mine: dict[str, Any] = {"dtype": local_tensor.dtype, "requires_grad": local_tensor.requires_grad}
     if check_shape_stride:

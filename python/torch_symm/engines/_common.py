@@ -1,4 +1,4 @@
-"""Common code of the plug-ins for all engines: checks of an engine's methods, and groups next to its own groups."""
+"""Common code of the plug-ins for all engines: checks of an engine's methods, and symm groups of an engine's ranks."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def native_problem() -> str:
 
 
 def join(log: logging.Logger, engine: str, group: Any, *, one_node: bool = False) -> Any:
-    """Returns a symm group of the ranks of ``group``, an engine's object; on all of them ``None`` if it cannot be made.
+    """Returns a symm group of the ranks of ``group``, an engine's object; on all ranks ``None`` if it cannot be made.
 
-    The first of the ranks logs which of the two it is. Arguments as of :func:`start`.
+    The first rank logs whether symm serves the group. :func:`start` documents the other arguments.
     """
     made, first = None, group.rank_in_group == 0
     try:
@@ -80,7 +80,7 @@ def start(
     """Returns a new symm group of ``ranks``, which are ranks of the default group. Collective among ``ranks`` only.
 
     Args:
-        cpu_group: the engine's Gloo group of ``ranks``, by which they agree.
+        cpu_group: the engine's Gloo group of ``ranks``, through which they agree.
         device_group: the engine's group of ``ranks`` for tensors, whose timeout the new group gets.
         ranks: the members, in ascending order.
         one_node: whether all of them must be on one node.
@@ -92,7 +92,7 @@ def start(
     world = c10d._world
     if cpu_group not in world.pg_map:
         raise Declined("it is not a group of torch.distributed")
-    # torch derives the group's name from these counts: ranks with different ones would wait for each other.
+    # torch derives the group's name from these counts: ranks with different counts would wait for each other.
     found = _from_all(cpu_group, (_why_not(ranks), __version__, _this_node(), (len(world.pg_names), world.group_count)))
     reasons, versions, nodes, counts = ([each[i] for each in found] for i in range(4))
     if any(reasons):

@@ -49,7 +49,7 @@ _SIGNATURES: _common.Expected = {
 _KINDS = ("tp", "attention_tp", "shared_experts_tp", "moe_tp", "pdmux_prefill_tp")
 #: Types that symm sums.
 _SUMMED = (torch.bfloat16, torch.float16, torch.float32)
-#: Where a coordinator has its symm group.
+#: The attribute of a coordinator that holds its symm group.
 _GROUP = "_torch_symm_group"
 
 _told: set[str] = set()
@@ -58,7 +58,7 @@ _told: set[str] = set()
 def register() -> None:
     """Makes symm serve SGLang's tensor-parallel groups in this process; called by SGLang.
 
-    If this SGLang has other methods than those tested, nothing is changed, and the log says so.
+    If the methods of this SGLang differ from the tested methods, nothing is changed, and the log says so.
     """
     if os.environ.get("SYMM_SGLANG", "").strip() != "1":
         return

@@ -1,7 +1,7 @@
 """vLLM on CPUs: its tensor-parallel and pipeline-parallel groups over symm, in place of its shared memory and of Gloo.
 
 :func:`register` replaces ``_CPUSHMDistributed``, the object to which vLLM's ``CpuCommunicator`` passes its calls. vLLM
-makes one only on processors with AVX-512, so ``CpuCommunicator`` also gets ours where it would take Gloo.
+makes one only on processors with AVX-512; elsewhere ``CpuCommunicator`` would use Gloo, and gets our object instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch_symm.engines import _common
 log = logging.getLogger("vllm.plugins.symm")
 #: The module that is changed.
 _MODULE = "vllm.distributed.device_communicators.cpu_communicator"
-#: Its classes, and the methods that are replaced or called.
+#: The classes of that module, and their methods that are replaced or called.
 _SIGNATURES: dict[str, _common.Expected] = {
     "CpuCommunicator": {"__init__": ("cpu_group", "device", "device_group", "unique_name")},
     "_CPUSHMDistributed": {
@@ -37,7 +37,7 @@ _SIGNATURES: dict[str, _common.Expected] = {
 }
 #: First letters of the names of the groups that vLLM's shared memory serves.
 _KINDS = ("tp", "pp")
-#: Bytes of the first message of a dictionary, and of the length of the description in it.
+#: Bytes of the first message of a dictionary, and of the field in it that holds the length of the description.
 _HEAD, _LENGTH = 2048, 8
 #: The class that :func:`register` replaced.
 _theirs: Any = None
@@ -47,8 +47,8 @@ def register() -> None:
     """From now on, makes symm serve the tensor-parallel and pipeline-parallel groups of vLLM's CPU workers.
 
     Call it in every process before vLLM makes its groups, as plug-ins of ``vllm.general_plugins`` are called. A second
-    call has no effect. If symm rejects a group on any rank, vLLM serves it on all; the log has the reason. If this
-    vLLM has other methods than those tested, nothing is changed, and the log says so.
+    call has no effect. If symm rejects a group on any rank, vLLM serves it on all; the log has the reason. If the
+    methods of this vLLM differ from the tested methods, nothing is changed, and the log says so.
     """
     global _theirs
     module: Any = import_module(_MODULE)
@@ -81,7 +81,7 @@ class SymmDistributed:
 
     Args:
         communicator: vLLM's ``CpuCommunicator``.
-        fallback: makes what serves the communicator if symm rejects the group; vLLM's own class by default.
+        fallback: makes the object that replaces this one if symm rejects the group; vLLM's own class by default.
     """
 
     def __init__(self, communicator: Any, fallback: Callable[[Any], Any] | None = None) -> None:

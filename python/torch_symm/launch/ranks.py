@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 #: a process that has imported torch, which saves seconds.
 ANEW, WARM = "spawn", "forkserver"
 PREFIX = "SYMM_"
-#: How many seconds a process gets to end after it was asked, or killed.
+#: Seconds that a process gets to end after SIGTERM or SIGKILL.
 GRACE_S = 5.0
 
 
@@ -38,7 +38,7 @@ def fork(main: Callable[[], object]) -> int:
         with suppress(ValueError, OSError):
             stream.flush()
     with warnings.catch_warnings():
-        # Python 3.12 warns if there are threads. The child uses none of their locks and runs no exit handlers.
+        # Python 3.12 warns if there are threads. The child uses no lock of these threads and runs no exit handlers.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
@@ -64,7 +64,7 @@ def _live(main: Callable[[], object]) -> NoReturn:
 
 
 class Forked:
-    """Forked processes until all have been reaped. ``status``: exit codes, or minus a signal, of those that ended."""
+    """Forked processes. ``status``: by pid, the exit code, or minus the signal, of each process that has ended."""
 
     def __init__(self) -> None:
         self.status: dict[int, int] = {}
@@ -76,7 +76,7 @@ class Forked:
     def fork(self, main: Callable[[], object]) -> int:
         """Calls :func:`fork` and tracks the process."""
         pid = fork(main)
-        # A pidfd: unlike a pipe, children that the process forked do not hold it.
+        # A pidfd, because children that the process forks would hold a pipe open.
         file = os.pidfd_open(pid)
         self._files[file] = pid
         self._poll.register(file, select.POLLIN)
@@ -99,7 +99,7 @@ class Forked:
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         assert ended is not None
         self.status[pid] = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-        # The system may reuse the number of a reaped process. Keep it while other members of the process group run.
+        # The system may reuse the pid of a reaped process. Keep the pid while other members of the process group run.
         if _members(pid) - {pid}:
             self._unreaped.append(pid)
         else:
@@ -169,7 +169,7 @@ def started(
 ) -> Iterator[ProcessContext]:
     """Starts processes that run ``main(rank, *arguments)``, and ends the remaining ones at exit.
 
-    ``warm``: forked from one that has imported torch. They have this process's settings and also ``settings``.
+    ``warm``: fork them from a process that has imported torch. All have this process's settings and ``settings``.
     """
     import torch.multiprocessing as mp
     from torch.multiprocessing.spawn import start_processes
@@ -187,7 +187,7 @@ def started(
 
 
 def _run(rank: int, main: Callable[..., None], settings: dict[str, str], arguments: tuple[Any, ...]) -> None:
-    # A forked process has the environment of the first launch.
+    # A process of the fork server has the environment of the first launch.
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
         del os.environ[name]
     os.environ.update(settings)
@@ -198,7 +198,7 @@ def end(processes: Sequence[Any]) -> None:
     """Ends processes, even if they are blocked."""
     for process in processes:
         if process.is_alive():
-            # A stopped process does not react to anything else.
+            # A stopped process reacts only to SIGKILL.
             (process.kill if state(process.pid) in ("T", "t") else process.terminate)()
     until = time.monotonic() + GRACE_S
     for process in processes:
@@ -226,7 +226,7 @@ class Ended:
     status: int | None
 
     def last_words(self) -> str:
-        """Returns how it ended, as the end of a sentence."""
+        """Returns how the program ended, as the end of a sentence."""
         if self.status is None:
             return "did not end in time"
         try:
@@ -266,7 +266,7 @@ def _kill(running: Sequence[subprocess.Popen[str]]) -> None:
     for process in running:
         if process.poll() is None:
             process.kill()
-            # A driver may hold a killed process.
+            # A driver may delay the end of a killed process.
             with suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_S)
 
@@ -286,5 +286,5 @@ def _ended(process: subprocess.Popen[str], deadline: float) -> Ended:
 
 
 def _text(read: bytes | str | None) -> str:
-    """Returns the text that was read before the limit: bytes, whatever the pipe's type."""
+    """Returns the text that was read before the timeout, which is bytes even from a text pipe."""
     return read.decode(errors="replace") if isinstance(read, bytes) else read or ""

@@ -75,7 +75,7 @@ class Watch:
 
     @property
     def limit_s(self) -> float:
-        """The present limit."""
+        """The current limit in seconds."""
         return self._limit
 
 

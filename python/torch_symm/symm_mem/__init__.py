@@ -44,7 +44,7 @@ from torch_symm.symm_mem._pipeline import (
 )
 from torch_symm.symm_mem._workspace import get_symm_mem_workspace
 
-# The names of torch's module.
+# torch's module has these names, too.
 _fused_all_gather_matmul_fallback = _all_gather_matmul.fallback
 _fused_all_gather_scaled_matmul_fallback = _all_gather_matmul.fallback_scaled
 _fused_matmul_reduce_scatter_fallback = _matmul_reduce_scatter.fallback

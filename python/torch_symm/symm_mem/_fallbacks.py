@@ -1,6 +1,6 @@
 """Computes the fused operators with a collective and a separate matrix product.
 
-Used under ``_test_mode`` and, by their shapes and strides, on meta tensors.
+Used under ``_test_mode``, and on meta tensors for the shapes and strides of the results.
 """
 
 from __future__ import annotations

@@ -46,12 +46,12 @@ def is_symm(group: Any, device_type: str) -> bool:
     """Returns true if the ranks of ``group`` exchange tensors of ``device_type`` through symm."""
     try:
         return bool(group._get_backend(torch.device(device_type)).name() == "symm")
-    except RuntimeError:  # it has no backend for the device
+    except RuntimeError:  # the group has no backend for the device
         return False
 
 
 def is_symm_mem_enabled_for_group(group_name: str) -> bool:
-    """Returns true if the group ``group_name`` can use symmetric memory: it is symm's, or was enabled.
+    """Returns true if the group ``group_name`` can use symmetric memory: it uses symm, or was enabled.
 
     Also true under ``_test_mode``. False for a name that no group has.
     """
@@ -66,12 +66,12 @@ def is_symm_mem_enabled_for_group(group_name: str) -> bool:
     return group in _enabled or is_symm(group, "cpu") or is_symm(group, "cuda")
 
 
-#: Torch's own answer, whether or not `enable_fused_ops` has replaced it.
+#: torch's own function, which `enable_fused_ops` may later replace in torch's module.
 _enabled_in_torch = torchs.is_symm_mem_enabled_for_group
 
 
 def enable_symm_mem_for_group(group_name: str) -> None:
-    """Enables symmetric memory in the group ``group_name`` of any backend; symm's need no such call. Collective.
+    """Enables symmetric memory in the group ``group_name`` of any backend; symm groups need no such call. Collective.
 
     The ranks exchange their nodes through the group's store. The group's timeout limits the wait.
 

@@ -1,4 +1,4 @@
-"""Installs the fused operators in the place of torch's, and restores torch's."""
+"""Installs the fused operators in place of torch's operators, and restores torch's operators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed._symmetric_memory as torchs
 from torch_symm.symm_mem import _groups
 from torch_symm.symm_mem._operators import OPERATORS
 
-#: Compiled code that was cached without knowledge of our groups does not contain fused operators, and vice versa.
+#: A part of the key of cached code: code that was compiled without our groups has no fused operators, and vice versa.
 _CACHE_TAG = "+torch_symm.symm_mem"
 
 
@@ -26,14 +26,14 @@ def enable_fused_ops() -> None:
 
     Other groups use torch's functions as before, and on the CPU, where torch has no implementation, its fallbacks.
     Inductor's async tensor parallelism (``torch._inductor.config._micro_pipeline_tp``) treats symm groups as enabled;
-    call it before compiling. May be called again; :func:`disable_fused_ops` undoes it.
+    call this function before compiling. May be called again; :func:`disable_fused_ops` undoes it.
     """
     global _kernels
     if _kernels is not None:
         return
     library: Any = torch.library.Library("symm_mem", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that torch's kernel is overridden
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that its kernel is overridden
         for operator in OPERATORS:
             name = operator.name
             theirs, fallback = getattr(torchs, f"_{name}"), getattr(torchs, f"_{name}_fallback")
@@ -58,7 +58,7 @@ def disable_fused_ops() -> None:
 
 
 def _for_symm_groups(ours: Callable[..., Any], theirs: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    """Uses ``ours`` for symm groups and ``theirs`` for others. The group's name is each operator's last string."""
+    """Uses ``ours`` for symm groups and ``theirs`` for others. The last string argument is the group's name."""
 
     def choose(*args: Any, **kwargs: Any) -> Any:
         name = next(value for value in reversed(args) if isinstance(value, str))

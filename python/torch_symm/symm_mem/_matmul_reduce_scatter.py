@@ -15,7 +15,7 @@ from torch_symm.symm_mem._native_operators import native
 from torch_symm.symm_mem._pipeline import _pipelined_produce_and_all2all
 from torch_symm.symm_mem._scales import ScaledMatmul, dtype_of
 
-#: Summed in their own precision. Others are summed in fp32 and rounded once.
+#: Types that are summed in their own precision. Other floats are summed in fp32 and rounded once.
 _WIDE_DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import GroupName
 
 from torch_symm._memory import mem_allocator
 
-#: Our name among torch's backends of symmetric memory.
+#: The name in torch of this package's symmetric-memory backend.
 BACKEND = "SYMM"
 
 #: torch's initial choice on CUDA.
@@ -42,8 +42,8 @@ def empty(
     Args:
         size: the shape, as numbers or as one sequence.
         dtype, device: torch's defaults if not given. The CPU has symmetric memory, too.
-        alloc_id: makes the tensor persistent: the same ``alloc_id`` gives the same address again, once the tensor that
-            had it is freed.
+        alloc_id: makes the tensor persistent: the same ``alloc_id`` gives the same address again, once the earlier
+            tensor is freed.
 
     Raises:
         RuntimeError: a tensor with this ``alloc_id`` is alive; there is no allocator for the device.
@@ -67,7 +67,7 @@ def allocate(
         _prefer_ours(device)
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-    # torch multiplies without an overflow check, and ends the process on the true result.
+    # torch does not check the number of bytes for overflow, and may end the process if it is too large.
     if any(size < 0 for size in shape):
         raise ValueError(f"a tensor cannot have the shape {tuple(shape)}")
     if prod(shape) * dtype.itemsize > _MOST_BYTES:
@@ -80,12 +80,12 @@ def allocate(
 
 def _prefer_ours(device: torch.device) -> None:
     if not _chosen_by_user and get_backend(device) == _TORCHS_DEFAULT:
-        with suppress(RuntimeError):  # it is in use, so torch no longer changes it
+        with suppress(RuntimeError):  # torch's backend is in use and can no longer be changed
             _SymmetricMemory.set_backend(BACKEND)
 
 
 def rendezvous(tensor: torch.Tensor, group: str | ProcessGroup) -> _SymmetricMemory:
-    """Returns how this rank reaches the tensor of every rank of ``group``. Collective; cached per allocation and group.
+    """Returns the window on the tensors of all ranks of ``group``. Collective; cached per allocation and group.
 
     All ranks pass tensors of equal allocations, in the same order.
 
@@ -102,7 +102,7 @@ def rendezvous(tensor: torch.Tensor, group: str | ProcessGroup) -> _SymmetricMem
     else:
         raise TypeError(f"rendezvous: unsupported group type: {type(group)}")
     window = _SymmetricMemory.rendezvous(tensor, name)
-    if window is None:  # what backends return for memory of others
+    if window is None:  # as backends return for memory that is not theirs
         raise RuntimeError("rendezvous: the tensor is not in symmetric memory; make it with symm_mem.empty")
     return window
 
@@ -113,7 +113,7 @@ def set_backend(name: str) -> None:
     ``name`` selects a backend for the whole process.
 
     Raises:
-        RuntimeError: no backend has this name, or one was used already.
+        RuntimeError: no backend has this name, or a backend is already in use.
     """
     global _chosen_by_user
     _SymmetricMemory.set_backend(name)
@@ -126,7 +126,7 @@ def get_backend(device: torch.device | str) -> str | None:
 
 
 def is_nvshmem_available() -> bool:
-    """Returns true if torch was built with NVSHMEM and finds it. Nothing here needs it."""
+    """Returns true if torch was built with NVSHMEM and finds it. This package does not need NVSHMEM."""
     return torchs.is_nvshmem_available()
 
 
@@ -146,8 +146,8 @@ def get_mempool_allocator(device: torch.device | str) -> Any:
 def get_mem_pool(device: torch.device | str) -> torch.cuda.MemPool:
     """Returns the pool of symmetric memory of ``device``, the same at every call.
 
-    Tensors made under ``torch.cuda.use_mem_pool`` of it are symmetric if all ranks make the same ones in the same
-    order.
+    Tensors made under ``torch.cuda.use_mem_pool`` of this pool are symmetric if all ranks make the same tensors in the
+    same order.
 
     Raises:
         NotImplementedError: the device cannot have such memory.
@@ -157,7 +157,7 @@ def get_mem_pool(device: torch.device | str) -> torch.cuda.MemPool:
         place = torch.device("cuda", torch.cuda.current_device())
     if place not in _pools:
         allocator = get_mempool_allocator(place)
-        # Neither lent out when memory runs low nor split, because either would make the ranks' memory differ.
+        # The pool serves no other tensors when memory runs low, and is not split: either would make ranks differ.
         _pools[place] = torch.cuda.MemPool(allocator, use_on_oom=False, no_split=True)
     return _pools[place]
 
@@ -202,13 +202,13 @@ def put_signal(src: torch.Tensor, hdl: _SymmetricMemory, peer: int, *, channel: 
 
 
 def wait_signal(hdl: _SymmetricMemory, peer: int, *, channel: int = 0, timeout_ms: int = 0) -> None:
-    """Waits, on CUDA in the current stream, until ``peer`` has signalled; its earlier writes are then visible.
+    """Waits, on CUDA in the current stream, until ``peer`` has signalled; earlier writes of ``peer`` are then visible.
 
     ``hdl``, ``peer``, ``channel`` and ``timeout_ms`` (milliseconds; 0: the group's timeout) are as in
     :func:`put_signal`.
 
     Raises:
-        SymmTimeoutError, SymmPeerError: it did not signal in time, or exited.
+        SymmTimeoutError, SymmPeerError: ``peer`` did not signal in time, or exited.
     """
     if get_backend(hdl.device) != BACKEND:
         torchs.wait_signal(hdl, peer)

@@ -1,4 +1,4 @@
-"""The cores of the fused operators that are written in C++."""
+"""The parts of the fused operators that are written in C++."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def native(name: str, A: torch.Tensor) -> Callable[..., Any] | None:
-    """Returns ``torch.ops.symm.<name>`` if it exists, supports ``A``, and the memory of its device is ours."""
+    """Returns ``torch.ops.symm.<name>`` if it exists, supports ``A``, and ``BACKEND`` serves its device."""
     if A.dtype not in _DTYPES or get_backend(A.device) != BACKEND:
         return None
     found: Callable[..., Any] | None = getattr(torch.ops.symm, name, None)

@@ -1,4 +1,4 @@
-"""The fused operators as functions and as ``torch.ops.symm.*``, of torch's schemas."""
+"""The fused operators as functions and as ``torch.ops.symm.*``, with torch's schemas."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Operator(NamedTuple):
         return self.fallback(*args, **kwargs)
 
     def _check_devices(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raises ``ValueError`` for tensors on several devices: PyTorch runs the kernel of one, which may be meta."""
+        """Raises ``ValueError`` for tensors on several devices, because torch would run the kernel of one of them."""
         first: tuple[str, torch.device] | None = None
         for name, value in (*zip(_names(self.arguments), args, strict=False), *kwargs.items()):
             for tensor in value if isinstance(value, (list, tuple)) else (value,):

@@ -36,8 +36,9 @@ def _pipelined_multi_all_gather_and_consume(
     ``ag_out[i]`` holds ``shard[i]`` of all ranks at the end; otherwise its contents are undefined.
 
     Args:
-        shard, ag_out: contiguous; the first dimension of ``ag_out[i]`` is that of ``shard[i]`` times the number of
-        ranks. shard_consumer: called with the shards of a rank and the rank.
+        shard, ag_out: contiguous; the first dimension of ``ag_out[i]`` is the first dimension of ``shard[i]`` times the
+            number of ranks.
+        shard_consumer: called with the shards of a rank and the rank.
         group_name: the group of the ranks.
         ag_out_needed: whether ``ag_out`` is to be filled.
 
@@ -109,7 +110,7 @@ def _pipelined_produce_and_all2all(
     """Calls ``chunk_producer(rank, out)`` for every rank, this one last, and sends finished chunks meanwhile.
 
     Each slice of ``output`` along ``out_chunk_dim`` then holds the chunk that a rank made for this one. ``out`` has the
-    shape of such a slice; it is contiguous except for this rank's own. ``group_name`` names the group of the ranks.
+    shape of such a slice; it is contiguous except for this rank's chunk. ``group_name`` names the group of the ranks.
 
     Raises:
         ValueError: the ranks do not divide ``out_chunk_dim``.
@@ -134,8 +135,8 @@ def _pipelined_produce_and_all2all(
                 chunk_producer(target, _part(window, rank, stride * target, chunks[target]))
                 window.put_signal(target, channel=_READY)
                 if not on_cpu:
-                    # After the signal of the same step on every rank: no two ranks wait for each other, even if all
-                    # streams of a device share one queue.
+                    # Every rank signals before it fetches in the same step, so no two ranks wait for each other, even
+                    # if all streams of a device share one queue.
                     with lanes(1):
                         fetch((rank - step) % ranks)
             chunk_producer(rank, chunks[rank])

@@ -23,11 +23,11 @@ def gather_mode(A_shard: torch.Tensor, A_scale: torch.Tensor, gather_dim: int, r
     """Returns what ``A_scale`` applies to, from its shape.
 
     Raises:
-        ValueError: it matches nothing.
+        ValueError: the shape fits none of the modes.
     """
     whole = list(A_shard.shape)
     whole[gather_dim] *= ranks
-    # First, as in torch: the scale of a shard with one element may be either.
+    # Checked first, as in torch, because a scale with one element can fit two modes.
     if A_scale.shape[:-1] == A_shard.shape[:-1] and A_scale.shape[-1] == 1:
         return ScaleMode.SHARDED_ROWS
     if A_scale.numel() == 1:
@@ -41,7 +41,7 @@ def gather_mode(A_shard: torch.Tensor, A_scale: torch.Tensor, gather_dim: int, r
 
 @dataclass(frozen=True)
 class ScaledMatmul:
-    """``torch._scaled_mm`` without ``A`` and its scale."""
+    """The arguments of ``torch._scaled_mm`` without ``A`` and its scale."""
 
     B: torch.Tensor
     scale: torch.Tensor
@@ -66,7 +66,7 @@ class ScaledMatmul:
 
     def into(self, A: torch.Tensor, A_scale: torch.Tensor, out: torch.Tensor) -> None:
         """Writes the product to ``out``."""
-        if A_scale.data_ptr() % 16:  # a slice of a longer one; cuBLAS requires 16-byte alignment
+        if A_scale.data_ptr() % 16:  # a slice of a longer tensor; cuBLAS requires 16-byte alignment
             A_scale = A_scale.clone()
         torch.ops.aten._scaled_mm.out(
             A,

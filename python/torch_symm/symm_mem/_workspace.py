@@ -41,7 +41,7 @@ def get_symm_mem_workspace(group_name: str, min_size: int, *, device: torch.devi
         device: by default the current CUDA device if the group serves CUDA and one exists, otherwise the CPU.
 
     Raises:
-        RuntimeError: it would have to grow while a CUDA graph is captured.
+        RuntimeError: the workspace would have to grow while a CUDA graph is captured.
         SymmMismatchError: the ranks ask for different sizes.
     """
     group = resolve(group_name)
@@ -63,7 +63,7 @@ def get_symm_mem_workspace(group_name: str, min_size: int, *, device: torch.devi
 
 @contextmanager
 def used(group_name: str, size: int, device: torch.device) -> Iterator[_SymmetricMemory]:
-    """Yields the workspace to one operator. If that fails, it leaves signals behind, so the workspace ends."""
+    """Yields the workspace to one operator. If the operator fails, signals are left behind, so the workspace ends."""
     try:
         yield get_symm_mem_workspace(group_name, size, device=device)
     except BaseException:
@@ -87,7 +87,7 @@ def _grown(group: Any, group_name: str, device: torch.device, size: int, min_siz
 
 
 def _drop(key: tuple[str, torch.device], workspace: ref[_Workspace]) -> None:
-    """Called when the group has ended."""
+    """Removes ``workspace`` when its group has ended."""
     if key in _workspaces and _workspaces[key] is workspace():
         del _workspaces[key]
 

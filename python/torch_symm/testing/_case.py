@@ -25,7 +25,7 @@ def run(
 ) -> None:
     """Runs the body; ``given`` is the mark's settings, ``placeholder`` the type that stands for the rank.
 
-    Raises what makes pytest report a failure, a skip or an expected failure.
+    Raises the exception by which pytest reports a failure, a skip or an expected failure.
     """
     body, node, config = item.obj, item, item.config
 

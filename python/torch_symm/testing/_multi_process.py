@@ -51,7 +51,7 @@ class _Forked(multiprocessing.get_context("fork").Process):  # type: ignore[misc
     """A rank that starts as a copy of the test's process."""
 
     def run(self) -> None:
-        """Calls the target with one thread, as under torchrun, so that it needs no thread pool lost in the fork."""
+        """Calls the target with one thread, as under torchrun, because the thread pool does not survive the fork."""
         import torch
 
         if "OMP_NUM_THREADS" not in os.environ:
@@ -99,7 +99,7 @@ class WarmMultiProcessTestCase(_Upstream):
                     if process.exitcode is None:
                         continue
                     del running[rank]
-                    # The others get a moment to report what they saw.
+                    # The other ranks get ``GRACE_S`` to report their errors.
                     if process.exitcode == self.TEST_ERROR_EXIT_CODE and time.monotonic() + GRACE_S < deadline:
                         deadline = time.monotonic() + GRACE_S
             late = time.monotonic() - start >= limit
@@ -115,7 +115,7 @@ class WarmMultiProcessTestCase(_Upstream):
                 pipe.close()
 
     def _stack_of(self, process: Any) -> str:
-        """Returns the Python stacks of a running rank, sent by one of its threads; ``""`` if stopped or long in C."""
+        """Returns the Python stacks of a running rank, sent by one of its threads; ``""`` without an answer."""
         pipe = self.pid_to_pipe[process.pid]
         try:
             os.kill(process.pid, signal.SIGCONT)

@@ -116,7 +116,7 @@ def barrier(name: str, timeout: float = 30.0) -> None:
 
 
 def dies_with(parent: int) -> None:
-    """Makes this forked process end when ``parent``, which forked it, does, for whatever reason."""
+    """Makes this forked process end when ``parent``, which forked it, ends for any reason."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -135,13 +135,13 @@ def used_cuda() -> bool:
 
 
 def log_to(path: Path, keep_streams: bool = False) -> None:
-    """Redirects this process's output to ``path``; with ``keep_streams``, except Python's own."""
+    """Redirects this process's output to ``path``; with ``keep_streams``, except ``sys.stdout`` and ``sys.stderr``."""
     log = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
     if not keep_streams:
-        # pytest's capture holds other objects than the file descriptors.
+        # pytest's capture has replaced both by objects that do not write to the descriptors.
         sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - as long as the process
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115 - as long as the process
 
@@ -150,7 +150,7 @@ def serve(order: Order, rank: int, parent: int) -> None:
     """Runs a rank. Never returns."""
     global _here
     try:
-        # The launcher finds its children by this, even after it has ended.
+        # The launcher finds the children of this rank by its session, even after the rank has ended.
         os.setsid()
         dies_with(parent)
         _here = (rank, order.world_size, order.folder)
@@ -191,7 +191,7 @@ def _run(order: Order, rank: int) -> Outcome:
         if order.backend is not None:
             init_process_group(order.backend, order.group_timeout)
             if order.backend == "gloo":
-                # A rank that leaves at once disturbs the others' connecting.
+                # A rank that leaves at once would disturb ranks that are still connecting.
                 barrier("joined", order.group_timeout)
         value = order.body(rank, order.world_size)
         if dist.is_initialized():
@@ -212,13 +212,13 @@ def _of(error: BaseException, order: Order, when: float) -> Outcome:
     frames = [frame for frame in traceback.walk_tb(error.__traceback__) if not ours(frame[0].f_code.co_filename)]
     at = ""
     if frames:
-        # The deepest line in the body's own file; an error is often raised further down.
+        # The deepest line in the body's own file; an error is often raised deeper, in another file.
         file = frames[0][0].f_code.co_filename
         at = next(f"{Path(file).name}:{line}" for frame, line in reversed(frames) if frame.f_code.co_filename == file)
     first = (str(error).strip().splitlines() or [""])[0]
     reason = f"{type(error).__name__}: {first}".removesuffix(": ")
     try:
-        # The others fail because of this one, and formatting a good text takes long.
+        # Only the first rank that fails formats its text: others fail because of it, and formatting takes long.
         os.close(os.open(order.folder / "first", os.O_CREAT | os.O_EXCL, 0o600))
     except FileExistsError:
         return Outcome("failed", reason, at, "", when)
@@ -257,7 +257,7 @@ def ours(file: str) -> bool:
 
 
 def _show_stacks_on_request(folder: Path, rank: int) -> None:
-    """Writes all threads' stacks on a fatal signal or SIGUSR1, and then, unless the thread is in C, last calls."""
+    """Writes all stacks on a fatal signal or SIGUSR1; on SIGUSR1, also last calls, once Python runs the handler."""
     signal.signal(signal.SIGUSR1, lambda *_: _write_calls(folder, rank))
     stacks = os.open(folder / f"stacks-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
     faulthandler.enable(file=stacks)

@@ -24,7 +24,7 @@ class Ending:
     log: str
     calls: list[str]
     stacks: str
-    #: Seconds that the case waited for it, from the start or from another rank's failure.
+    #: Seconds that the case waited for the rank, from the start or from another rank's failure.
     waited: float
 
     @property
@@ -101,7 +101,7 @@ def _trimmed(stacks: str) -> str:
         if found is None:
             hidden = line.startswith("Extension modules")
         elif ours(found["file"]):
-            # Below are the frames of the process from which it was forked.
+            # Below are the frames of the process from which the rank was forked.
             hidden = True
         if not hidden:
             lines.append(line)

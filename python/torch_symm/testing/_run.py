@@ -27,7 +27,7 @@ STACKS_S = 0.5
 
 
 class RanksFailedError(AssertionError):
-    """A rank of a case failed, died or did not end. The text has the rank, the line, and the state of the others."""
+    """A rank of a case failed, died or did not end. The text has its number, the line, and the state of the others."""
 
 
 class Results(list[Any]):
@@ -56,7 +56,7 @@ def run_ranks(
     Args:
         backend: of the default group, made before and destroyed after, without a port; ``None``: no group.
         timeout: seconds for everything; after that, the ranks' stacks are taken and all of them killed.
-        group_timeout: seconds, the group's own.
+        group_timeout: the timeout of the group in seconds.
         expect_killed: ranks that must die of SIGKILL.
         expect_gone: ranks that may end in any way.
         env: of the ranks, in addition to this process's environment.
@@ -108,7 +108,7 @@ def run_case(
     describe: Callable[[BaseException], str] | None = None,
     keep_streams: bool = False,
 ) -> list[Ending]:
-    """Runs ``body(rank, world_size)`` on forked ranks and returns how each ended. All have ended when it returns."""
+    """Runs ``body(rank, world_size)`` on forked ranks and returns how each ended, after all ranks have ended."""
     with tempfile.TemporaryDirectory(prefix="symm-test-", ignore_cleanup_errors=True) as directory:
         folder = Path(directory)
         order = Order(body, world_size, backend, group_timeout, folder, env, describe, keep_streams)
@@ -152,10 +152,10 @@ class _Ranks:
             self.forked.wait(0)
 
     def kill(self) -> None:
-        """Kills the remaining ranks and all children of ranks, and removes the shared memory of those killed."""
+        """Kills the remaining ranks and all children of ranks, and removes the shared memory of the killed ranks."""
         left = self.forked.running
         for pid in left:
-            # So that it maps and forks nothing more.
+            # Stop the rank first, so that it maps and forks nothing more.
             os.kill(pid, signal.SIGSTOP)
         memory = {path for pid in left for path in _shared_memory(pid)}
         self.forked.end()
@@ -183,7 +183,7 @@ def _ending(folder: Path, ranks: _Ranks, rank: int) -> Ending:
 
     outcome = None
     with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
-        # Written by a process that this one forked, in a directory of mode 0700.
+        # Written by a process that this process forked, in a directory of mode 0700.
         outcome = pickle.loads((folder / f"outcome-{rank}").read_bytes())
     calls, status = text("calls").splitlines(), ranks.forked.status.get(ranks.pids[rank])
     return Ending(rank, ranks.pids[rank], status, outcome, text("log"), calls, text("stacks"), ranks.waited)

@@ -40,13 +40,13 @@ class WarmProcess:
         """Runs the test and returns its reports; ``following`` is the next test that the process will get.
 
         Raises:
-            pytest.exit.Exception: the test asked for it.
+            pytest.exit.Exception: the test requested the exit.
         """
         try:
             self._connection.send((self._index(item), following and self._index(following)))
             kind, value = self._connection.recv()
         except pytest.fail.Exception as limit:
-            # A time limit of another plug-in. The process has its own copy, and a better report.
+            # Another plug-in's time limit has passed. It also runs in the warm process, whose report says more.
             if not self._connection.poll(GRACE_S):
                 self._restart()
                 return [_failed(item, str(limit))]
@@ -83,7 +83,7 @@ class WarmProcess:
         return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
 
     def start(self) -> None:
-        """Forks the process; it has the session's present stash."""
+        """Forks the process, which gets a copy of the session's current stash."""
         ours, theirs = Pipe()
         parent = os.getpid()
         self._pid = fork(lambda: self._serve(ours, theirs, parent))
@@ -95,7 +95,7 @@ class WarmProcess:
             ours.close()
             dies_with(parent)
             WarmProcess.inside = True
-            # Captures into its own files: the parent's have one offset for both.
+            # Capture into new files, because the parent's files have one offset for both processes.
             capture: Any = self._session.config.pluginmanager.getplugin("capturemanager")
             capture.stop_global_capturing()
             capture.start_global_capturing()
@@ -118,7 +118,7 @@ class WarmProcess:
             return "reports", [to_data(config=config, report=report) for report in reports]
         except pytest.exit.Exception as error:
             return "exit", str(error)
-        except BaseException as error:  # Whatever it is, it belongs to this test
+        except BaseException as error:  # Any exception belongs to this test
             return "error", f"{type(error).__name__}: {error}"
 
 

@@ -32,7 +32,7 @@ def named(what: str, word: str, known: Iterable[str]) -> str:
     """Returns ``word``, if it is one of ``known``.
 
     Raises:
-        ValueError: it is not; the text suggests one of them, or lists all.
+        ValueError: ``word`` is not known; the text suggests a known name, or lists all.
     """
     names = list(known)
     if word in names:
@@ -84,7 +84,7 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def check_figures(values: Iterable[object]) -> None:
-    """Checks what a file gives as times, rates and sizes.
+    """Checks the times, rates and sizes that were read from a file.
 
     Raises:
         ValueError: one of ``values`` is not a number from 0 to 2^63.
@@ -113,7 +113,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        """Works like argparse's, and keeps the names of options."""
+        """Works like the method of argparse, and keeps the names of options."""
         self._options += [name for name in names if name.startswith("-")]
         return super().add_argument(*names, **options)
 

@@ -57,7 +57,7 @@ def ranks_here(device: str | None = None) -> tuple[str, int]:
 
 
 def run(parser: Parser, given: argparse.Namespace) -> int:
-    """Starts the ranks and prints their findings; 1 if one failed."""
+    """Starts the ranks and prints their findings; returns 1 if a rank failed."""
     device, here = ranks_here(given.device)
     ranks = here if given.ranks is None else given.ranks
     if device == "cuda" and not 2 <= ranks <= here:

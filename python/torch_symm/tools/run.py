@@ -16,7 +16,7 @@ MEETING = ("standalone", "nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint",
 
 
 class _RunParser(Parser):
-    """Passes all words to torchrun's parser, because only that knows where the program's begin."""
+    """Passes all words to torchrun's parser, because only that parser knows where the program's words begin."""
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         if not arguments or arguments[0] in ("-h", "--help"):
@@ -61,7 +61,7 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
         options.insert(0, f"--nproc-per-node={ranks_here()[1]}")
     if all(getattr(found, name) == known.get_default(name) for name in MEETING):
         options.insert(0, "--standalone")
-    # One thread per rank is torchrun's choice, too; unless this is set, it prints five lines of warning.
+    # torchrun would also set one thread per rank, but with five lines of warning.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.stdout.flush()
     torchrun.main([*options, *words[program:]])

@@ -44,7 +44,7 @@ def parser() -> Parser:
 
 
 def run(parser: Parser, given: argparse.Namespace) -> int:
-    """Prints tables until the job ends; 2 if no job was found."""
+    """Prints tables until the job ends; returns 2 if no job was found."""
     place = given.dir or files.folder()
     pid = given.pid if given.pid is not None else files.newest(place)
     if pid is None:

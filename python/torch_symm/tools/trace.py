@@ -38,7 +38,7 @@ def parser() -> Parser:
 
 
 def run(_parser: Parser, given: argparse.Namespace) -> int:
-    """Prints a report of the dumps together; 2 if one cannot be used."""
+    """Prints one report of all dumps; returns 2 if a dump cannot be used."""
     dumps, files, status = [], list[Path](), 0
     try:
         for path in _files(given.dumps):

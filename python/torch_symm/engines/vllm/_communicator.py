@@ -76,7 +76,7 @@ class SymmCommunicator(CudaCommunicator):  # type: ignore[misc]
         if tensor.device != self.device:
             reason = f"a tensor on {tensor.device}"
         elif call == "all_reduce" and not tensor.is_contiguous():
-            reason = "a tensor that is not contiguous"  # vLLM promises a result with its strides
+            reason = "a tensor that is not contiguous"  # vLLM promises a result with the input's strides
         elif tensor.dtype not in SUMMED and "gather" not in call:
             reason = f"a tensor of {tensor.dtype}"
         else:

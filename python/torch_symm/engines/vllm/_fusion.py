@@ -22,7 +22,7 @@ _fused: list[int] = []
 
 
 class SymmFusionPass(InductorPass):  # type: ignore[misc]
-    """Replaces all-reduces that are added to a residual and normed by fused operators, after the user's own pass."""
+    """Runs the user's own pass, then fuses each all-reduce with the addition of a residual and the norm after it."""
 
     def __init__(self, first: Any = None) -> None:
         self.first = first

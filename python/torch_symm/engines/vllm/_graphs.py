@@ -1,7 +1,7 @@
 """Finds all-reduce, addition and RMSNorm in vLLM's graphs, and replaces them by one operator.
 
 vLLM's graphs have ``vllm::all_reduce`` and the functional ``vllm_ir::fused_add_rms_norm``. The normed rows may be
-quantized by torch's operators, by one of vLLM's that ``auto_functionalized`` wraps, or together with the norm.
+quantized by torch's operators, by an operator of vLLM that ``auto_functionalized`` wraps, or together with the norm.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Found(NamedTuple):
 
 
 def replace_norms(graph: Graph) -> tuple[int, int]:
-    """Replaces them in ``graph``, and returns how many, and how many of these quantize the rows."""
+    """Replaces them in ``graph``; returns the number of replacements, and how many of these quantize the rows."""
     readers = _readers()
     order = {node: number for number, node in enumerate(graph.nodes)}
     replaced = quantized = 0
@@ -142,7 +142,7 @@ def _is_fp8(node: Any) -> bool:
 
 
 def _is_one(scale: Any) -> bool:
-    """Returns true if it is one float32."""
+    """Returns true if ``scale`` is a single float32."""
     tensor = value(scale)
     return tensor is not None and tensor.dtype == torch.float32 and all(size == 1 for size in tensor.shape)
 
@@ -183,4 +183,4 @@ def _replace(graph: Graph, norm: Node, found: Found, group: str) -> None:
     for former in formers:
         if former is not None:
             _erase(graph, former)
-    _erase(graph, norm)  # If no result was used
+    _erase(graph, norm)  # Still in the graph if no result was used

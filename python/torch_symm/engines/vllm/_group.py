@@ -14,15 +14,15 @@ from torch_symm.engines import _common
 #: Bytes of one rank's tensor: for each collective, one size for each algorithm with up to 8 ranks.
 REDUCED = (2 << 20, 8 << 20)
 GATHERED = (4 << 10, 1 << 20)
-#: Elements of the first sum, which uses the algorithm of the shortest ones.
+#: Elements of the first sum, which uses the algorithm for the shortest sums.
 SHORT = 2048
 
 
 def start(cpu_group: Any, device_group: Any, ranks: Sequence[int], device: torch.device, dtype: torch.dtype) -> Any:
-    """Returns a symm group of ``ranks``, which has made its set-up and a first sum. Collective among ``ranks`` only.
+    """Returns a symm group of ``ranks`` that has completed its set-up and a first sum. Collective among ``ranks`` only.
 
     Args:
-        cpu_group: vLLM's Gloo group of ``ranks``, by which they agree.
+        cpu_group: vLLM's Gloo group of ``ranks``, through which they agree.
         device_group: vLLM's group for tensors on ``device``, whose timeout the new group gets.
         ranks: the ranks of the default group that are members.
         device: the device of the collectives.
@@ -52,7 +52,7 @@ class Warming:
     """Makes the first calls of the other kernels, on a thread and a stream of its own, so that vLLM can load the model.
 
     On a new machine, compiling the kernels takes seconds. No other call of the group may be made before :meth:`wait`
-    has returned: then no graph capture loads a kernel, and no rank loads one while another waits for it.
+    has returned, so that no graph capture loads a kernel, and no rank loads a kernel while another rank waits for it.
     """
 
     def __init__(self, group: Any, device: torch.device, dtype: torch.dtype, hidden: int) -> None:
@@ -65,7 +65,7 @@ class Warming:
         """Returns once all calls have been made.
 
         Raises:
-            RuntimeError: one failed.
+            RuntimeError: a call failed.
         """
         self._thread.join()
         if self._error is not None:
@@ -85,7 +85,7 @@ class Warming:
 
 
 def warm(group: Any, device: torch.device, dtype: torch.dtype, hidden: int) -> None:
-    """Makes a call of each kernel that serves a dense model; scattered sums, which few models use, are left out."""
+    """Makes a call of each kernel that serves a dense model; omits reduce-scatters, which few models use."""
     operators: Any = torch.ops.symm
     name, ranks = group.group_name, group.size()
 

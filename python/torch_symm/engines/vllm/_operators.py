@@ -1,7 +1,8 @@
 """The fused operators that replace nodes of vLLM's graphs, as ``torch.ops.symm_vllm``.
 
-They name vLLM's group, such as ``tp:0``, and look up the symm group when they run. A graph that vLLM compiled and
-cached in an earlier run is therefore still valid if the symm group has another name, or does not exist.
+The operators take vLLM's name of a group, such as ``tp:0``, and look up the symm group when they run. A graph that
+vLLM compiled and cached in an earlier run is therefore still valid if the symm group has another name, or does not
+exist.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def _ready(group_name: str) -> str | None:
 
 
 def _normed(input: Tensor, residual: Tensor, weight: Tensor, eps: float, group: str) -> tuple[Tensor, Tensor]:
-    """The separate steps, for a group that symm does not serve."""
+    """Computes the steps separately, for a group that symm does not serve."""
     vllm: Any = torch.ops.vllm
     added = vllm.all_reduce(input, group_name=group) + residual
     wide = added.float()

@@ -29,7 +29,7 @@ def pyplot() -> Any:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Returns 1, 2 and 5 times powers of ten that enclose ``low`` and ``high``; in a long range the powers."""
+    """Returns 1, 2 and 5 times powers of ten that enclose ``low`` and ``high``; in a long range only the powers."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     steps = [step * 10.0**power for power in range(first, last + 2) for step in (1, 2, 5)]
     below = max(step for step in steps if step <= low)
@@ -55,7 +55,7 @@ def times(axis: Any, low: float, high: float) -> None:
 
 
 def sizes(axis: Any, measured: Sequence[int], most: int = 8) -> None:
-    """Makes the horizontal axis one of sizes, and labels at most about ``most`` of them."""
+    """Makes the horizontal axis show sizes, about ``most`` of them with labels."""
     shown = measured[:: max(1, len(measured) // most)]
     axis.set_xscale("log", base=2)
     axis.set_xticks(shown, [format_size(size) for size in shown], fontsize=8)

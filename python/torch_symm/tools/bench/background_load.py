@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from .machine import usable_cores
 
-#: A process's work until the process that started it has ended, for whatever reason.
+#: The work of a process, which stops when the parent has ended for any reason.
 _COMPUTE = """
 while os.getppid() == parent:
     sum(range(100_000))
@@ -39,7 +39,7 @@ class BackgroundLoad:
         """Parses ``"2"``, ``"loader"`` (one for each core) or ``"matmul"``.
 
         Raises:
-            ValueError: it is neither.
+            ValueError: ``text`` is none of these.
         """
         if text == "loader":
             return cls(usable_cores(), loaders=True)
@@ -57,7 +57,7 @@ class BackgroundLoad:
 
 @contextmanager
 def running(load: BackgroundLoad) -> Iterator[None]:
-    """Runs the processes in this session, and so in the scheduling group of the ranks that it starts."""
+    """Runs the processes in this session, so that they are in the scheduling group of the ranks."""
     code = f"import os\nparent = {os.getpid()}\n{_STREAM if load.loaders else _COMPUTE}"
     processes = [subprocess.Popen([sys.executable, "-S", "-c", code]) for _ in range(load.count)]
     try:

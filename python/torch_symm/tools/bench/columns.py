@@ -91,7 +91,7 @@ def write_csv(rows: Iterable[Found], path: Path) -> None:
     """Writes a line for each row, side and placement to ``path``.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     records = [record for found in rows for record in found.records()]
     with path.open("w", newline="") as file:

@@ -121,7 +121,7 @@ class Plan:
 
 
 def run(parser: Parser, given: argparse.Namespace) -> int:
-    """Measures and prints row after row; 1 if a result was wrong or a rank failed."""
+    """Measures and prints row after row; returns 1 if a result was wrong or a rank failed."""
     _check_outputs(parser, given)
     if given.draw:
         return _draw(parser, given)
@@ -183,7 +183,7 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
 
 
 def _with_products(todo: Plan, given: argparse.Namespace, here: dict[str, object], say: Callable[[str], None]) -> int:
-    """Measures and prints the rows while products run; 1 if a row of symm is missing or a rank failed."""
+    """Measures and prints the rows while products run; returns 1 if a row of symm is missing or a rank failed."""
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
     from . import cuda, with_products

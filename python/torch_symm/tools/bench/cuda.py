@@ -69,7 +69,7 @@ def run(rows: Sequence[Wanted], against: Sequence[str], how: How) -> Iterator[Fo
         dtypes=(),
         sizes=(),
         seconds=how.seconds,
-        # Of 20 calls each, or 5 long ones; a median needs three.
+        # A turn has 20 calls, or 5 long calls; a median needs three turns.
         turns=min(MAX_TURNS, max(3, -(-how.calls // 20))),
         still_s=how.still_s,
         warmup=how.warmup,

@@ -50,7 +50,7 @@ def measure(
     seconds: float | None = None,
     load: BackgroundLoad = BackgroundLoad(),  # noqa: B008 - frozen
 ) -> Iterator[Found]:
-    """Yields all ``rows`` on all ``sides``, in the same processes; ``bandwidth``: with the one of plain copies.
+    """Yields all ``rows`` on all ``sides``, in the same processes; ``bandwidth``: also measures plain copies.
 
     ``seconds``: approximate time, in place of a number of ``calls``. ``load``: other processes to run meanwhile.
 
@@ -67,7 +67,7 @@ def measure(
 
     with tempfile.TemporaryDirectory(prefix="torch-symm-bench-") as folder:
         rendezvous = "symm+" + (Path(folder) / "rendezvous").as_uri()
-        # The launcher reports first, in the same words for all sides.
+        # Longer than the launcher's limit, so that the launcher reports, in the same words for all sides.
         patience = limit_s + 30.0
         deadline = time.monotonic() + seconds if seconds else None
         task = rank_process.Task(

@@ -1,6 +1,6 @@
 """The memory limit of a cell: the bytes that must move, divided by the copy bandwidth of all ranks at once.
 
-Two counts, both in `ops.OPS`, as multiples of S summed over all ranks:
+Two counts, both in `ops.OPS`, as multiples of the size S (see `ops`), summed over all ranks:
 
 * ``floor``: every input byte read once and every output byte written once. No algorithm on ordinary tensors is faster
   once the tensors exceed the cache.
@@ -56,7 +56,7 @@ def measure_copy(align: Callable[[], None], seconds: float = 0.15) -> list[float
 
 
 def limit_us(op: str, size: int, world: int, bytes_per_second: float, *, staged: bool) -> float | None:
-    """Returns the µs that ``op`` at S = ``size`` bytes needs at ``bytes_per_second``; None if memory sets no limit."""
+    """Returns the µs that ``op`` of ``size`` bytes needs at ``bytes_per_second``; None if memory sets no limit."""
     if size < SMALLEST or bytes_per_second <= 0.0:
         return None
     moved = (OPS[op].staged if staged else OPS[op].floor)(world) * size

@@ -31,7 +31,7 @@ def cpu_model() -> str:
 
 
 def commit() -> str | None:
-    """Returns the commit of the source tree around this file, with ``+`` if it has changes; None outside one."""
+    """Returns the commit of the source tree around this file, with ``+`` if it has changes; otherwise None."""
     here = Path(__file__).resolve().parent
     try:
         head = subprocess.run(
@@ -94,7 +94,7 @@ class Gpus:
     settings: dict[str, str]
 
     def summary(self) -> str:
-        """For people."""
+        """Returns the GPUs and versions in one line."""
         if not self.names:
             return "no GPU"
         kinds = ", ".join(f"{self.names.count(name)} × {name}" for name in dict.fromkeys(self.names))

@@ -1,6 +1,6 @@
-"""The benchmarked operations: tensors, call, exact check, bus factor and bytes moved. One table, everything derived.
+"""The benchmarked operations: tensors, call, exact check, bus factor and bytes moved, in one table.
 
-``S`` is the size in the field's convention (nccl-tests): the tensor for all_reduce, broadcast, reduce and send/recv;
+``S`` is the size as nccl-tests counts it: the tensor for all_reduce, broadcast, reduce and send/recv;
 the output of all_gather and of gather at its root; the input of reduce_scatter, of all_to_all and of scatter at its
 root. If a tensor is divided among ranks, S is rounded up to one element per rank. algbw = S / t, busbw = algbw ×
 factor. send/recv is a ping-pong between ranks 0 and 1 while the others idle; its time is half a round trip.
@@ -125,7 +125,7 @@ def _functional_all_reduce(shape: Shape) -> Work:
     own = shape.pattern([shape.rank], 0, shape.count)
     total = shape.pattern(range(shape.world), 0, shape.count)
     tensor, results = shape.empty(shape.count), [shape.empty(0)]
-    # Its names are those of torch's enumeration.
+    # The functional collective uses the names of torch's enumeration.
     name = "product" if shape.redop == "prod" else shape.redop
 
     def call(group: dist.ProcessGroup) -> None:
@@ -321,7 +321,7 @@ OPS: dict[str, Op] = {
     "all_reduce": Op(
         (_all_reduce_out_of_place, _all_reduce), BUS_FACTORS["all_reduce"], lambda n: 2.0 * n, lambda n: 5.0 * n - 2
     ),
-    # As DTensor and torch.compile call it: asynchronous, into a new tensor, and awaited at once.
+    # As DTensor and torch.compile call all_reduce: asynchronous, into a new tensor, and waited for at once.
     "functional_all_reduce": Op(
         (_functional_all_reduce, None), BUS_FACTORS["all_reduce"], lambda n: 4.0 * n, lambda n: 7.0 * n - 2
     ),

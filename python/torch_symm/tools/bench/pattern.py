@@ -85,7 +85,7 @@ class Pattern:
         """Compares the flat ``tensor`` with the pattern times ``scale`` (a power of two, so exact).
 
         Raises:
-            WrongResult: names ``what``, the first wrong element and both values; counts all.
+            WrongResult: names ``what``, the first wrong element and both values; counts all wrong elements.
         """
         tile = self._tile if scale == 1.0 else self._tile * scale
         first, count = "", 0
@@ -108,7 +108,7 @@ def check_parts(parts: Sequence[Pattern], tensors: Iterable[torch.Tensor], what:
     """Compares the part of each rank.
 
     Raises:
-        WrongResult: names ``what`` and the first wrong element; counts those of all parts.
+        WrongResult: names ``what`` and the first wrong element; counts the wrong elements of all parts.
     """
     found: list[WrongResult] = []
     for rank, tensor in enumerate(tensors):

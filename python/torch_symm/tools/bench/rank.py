@@ -1,4 +1,4 @@
-"""A rank process: it makes a group for each side and measures row after row on all sides; rank 0 reports them."""
+"""A rank process: it makes a group for each side and measures row after row on all sides; rank 0 reports the rows."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ SIDE_S, LEAST, ROUNDS, SLOW_US = 1.5, 20, 5, 50_000.0
 
 @dataclass(frozen=True)
 class Task:
-    """The task of all ranks. ``sides``: the tested one first; ``calls`` timed after ``warmup``, ``checks`` checked.
+    """The task of all ranks. ``sides``: the tested side first; ``warmup`` untimed calls, ``calls`` timed ones.
 
-    ``bandwidth``: whether to measure plain copies; ``timeout_s``: of the groups. ``deadline``: by ``time.monotonic()``,
-    in place of ``calls``: as many calls as the time allows, with all bursts checked.
+    ``checks``: number of checked calls. ``bandwidth``: whether to measure plain copies; ``timeout_s``: of the groups.
+    ``deadline``: by ``time.monotonic()``, in place of ``calls``: as many calls as fit, with all bursts checked.
     """
 
     world: int

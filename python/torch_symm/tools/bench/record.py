@@ -51,11 +51,11 @@ class Found:
         return (self.other_cores or 0.0) > DISTURBED_CORES
 
     def algbw(self, figure: Figure) -> float:
-        """GB/s (10⁹ bytes): S / time."""
+        """Algorithm bandwidth in GB/s (10⁹ bytes): size / time."""
         return self.wanted.size / figure.median_us / 1e3
 
     def busbw(self, figure: Figure) -> float:
-        """GB/s as the links carry it."""
+        """Bus bandwidth in GB/s."""
         return self.algbw(figure) * self.wanted.bus_factor
 
     def ratio(self, side: str, placement: str) -> float | None:
@@ -112,7 +112,7 @@ def read(path: Path) -> tuple[list[Found], dict[str, Any]]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not a run.
+        ValueError: the file does not hold a run.
     """
     try:
         run = json.loads(path.read_text())

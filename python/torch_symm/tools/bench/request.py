@@ -8,7 +8,7 @@ from torch_symm.tools.command import named
 
 from .ops import DTYPES, OPS, PLACEMENTS, REDOPS
 
-#: nccl-tests' names of types, by ours.
+#: nccl-tests' names of types, by the names of this package.
 NCCL_TYPES = {
     "f64": "double",
     "f32": "float",
@@ -22,7 +22,7 @@ NCCL_TYPES = {
 _TYPES = {name: name for name in DTYPES} | {theirs: ours for ours, theirs in NCCL_TYPES.items()}
 _OTHER_OPS = {"alltoall": "all_to_all", "sendrecv": "send_recv", "allreduce": "all_reduce", "allgather": "all_gather"}
 _OTHER_REDOPS = {"product": "prod", "mean": "avg"}
-#: Operations that combine values, and that have a root.
+#: Operations that combine values, and operations that have a root.
 REDUCING = ("all_reduce", "functional_all_reduce", "reduce_scatter", "reduce")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 #: Maximum number of sizes of a run.
@@ -31,7 +31,7 @@ MOST_SIZES = 200
 
 @dataclass(frozen=True)
 class Wanted:
-    """A row to measure. ``size`` is S in bytes, rounded up to whole elements (per rank); ``root`` -1: no root."""
+    """A row to measure. ``size``: in bytes, rounded up to whole elements (per rank); ``root`` -1: no root."""
 
     op: str
     dtype: str
@@ -42,7 +42,7 @@ class Wanted:
 
     @property
     def count(self) -> int:
-        """Number of elements as nccl-tests counts them: of each rank's part if S is divided."""
+        """Number of elements as nccl-tests counts them: of each rank's part if the tensor is divided."""
         return self.size // DTYPES[self.dtype].itemsize // (self.world if OPS[self.op].divided else 1)
 
     @property

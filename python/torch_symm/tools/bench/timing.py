@@ -48,7 +48,7 @@ class SharedTensors:
         """Returns once all ranks have called it.
 
         Raises:
-            BrokenBarrierError: a rank did not within 300 s.
+            BrokenBarrierError: a rank did not call it within 300 s.
         """
         self._barrier.wait(START_TIMEOUT_S)
 
@@ -84,7 +84,7 @@ def plan(estimate_us: float, budget_s: float, world: int, least: int, rounds: in
     a_round = math.ceil(wanted / rounds)
     longest = _longest_burst(world) - int(lead)
     samples = max(1, min(a_round, longest // batch))
-    # Rounded down: rounds × bursts × samples stays within MAX_SAMPLES + rounds, the shared tensors's room.
+    # Rounded down: rounds × bursts × samples stays within MAX_SAMPLES + rounds, the size of the shared tensors.
     return Rhythm(rounds, a_round // samples, samples, batch, lead)
 
 
@@ -126,7 +126,7 @@ def check_once(work: Work, group: dist.ProcessGroup) -> None:
     """Makes one call on new tensors and checks its result.
 
     Raises:
-        WrongResult: it is wrong.
+        WrongResult: the result is wrong.
     """
     work.reset()
     work.call(group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-#: How long ranks may take to advance by a burst of calls, even of a call of 1 GB, on a busy machine.
+#: Seconds that ranks may take for a burst of calls, even for a call of 1 GB on a busy machine.
 LIMIT_S = 120.0
 _FACTORS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 

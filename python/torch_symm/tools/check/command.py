@@ -62,7 +62,7 @@ def parser() -> Parser:
 
 
 def run(parser: Parser, given: argparse.Namespace) -> int:
-    """Checks and prints a summary; 1 if something was wrong."""
+    """Checks and prints a summary; returns 1 if something was wrong."""
     worlds, ops = _wanted(parser, given)
     if given.invariance:
         return _invariance(given, worlds)
@@ -128,7 +128,7 @@ def _wanted(parser: Parser, given: argparse.Namespace) -> tuple[tuple[int, ...],
 
 
 def _invariance(given: argparse.Namespace, worlds: tuple[int, ...]) -> int:
-    """Compares sums of the same values in different calls; 1 if a promise was broken, 3 if a rank failed."""
+    """Compares sums of the same values in different calls; returns 1 if a promise was broken, 3 if a rank failed."""
     from . import invariance
 
     started = time.monotonic()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch_symm._torch_compat import set_timeout
 from torch_symm.launch import ranks
 
-#: Number of ranks of a fault, if each has a GPU where it needs one. The last of them fails.
+#: Number of ranks of a fault, on CUDA at most the number of GPUs. The last rank fails.
 RANKS = 3
 #: Timeout of the group after its first call has succeeded.
 TIMEOUT_S = 2.0
@@ -52,7 +52,7 @@ FAULTS = (
 
 @dataclass(frozen=True)
 class Told:
-    """The error of a rank, and how many seconds after its call."""
+    """The error of a rank, and the seconds from its call to the error."""
 
     rank: int
     kind: str
@@ -119,7 +119,7 @@ def main(rank: int, fault: Fault, device: str, world: int, rendezvous: str, resu
     dist.init_process_group("symm", init_method=rendezvous, rank=rank, world_size=world, timeout=limit)
     tensor = torch.ones(1000, device=device)
     dist.all_reduce(tensor)
-    # Kernels report when the host waits for them.
+    # Kernels report errors when the host waits for them.
     settle = torch.cuda.synchronize if device == "cuda" else _nothing
     settle()
     if fault.raises == "SymmTimeoutError":

@@ -84,7 +84,7 @@ def tree(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def defined(side: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the documented sum of ``inputs`` on ``side``, computed on the CPU; for others the sum in rank order."""
+    """Returns the documented sum of ``inputs`` on ``side``, computed on the CPU; in rank order except for `TREE`."""
     return tree([one.float() for one in inputs]).to(inputs[0].dtype) if side == TREE else reduced("SUM", inputs)
 
 

@@ -39,7 +39,7 @@ class Task:
 
 @dataclass
 class Done:
-    """The findings of a rank. ``calls`` by operation and size of the group; ``left``: cases without time."""
+    """The findings of a rank. ``calls`` by operation and size of the group; ``left``: cases not made in time."""
 
     rank: int
     calls: Counter[tuple[str, int]] = field(default_factory=Counter)

@@ -20,7 +20,7 @@ REMEDY = "allow it in the container's seccomp profile or security module, and ru
 
 
 def calls() -> Section:
-    """Every required system call, as a group makes it."""
+    """Reports whether every required system call works, made as a group makes it."""
     refused: dict[str, str] = {}
     tried = 0
     with ExitStack() as stack:
@@ -29,7 +29,7 @@ def calls() -> Section:
             try:
                 step()
             except (KeyError, BlockingIOError):
-                # An earlier step, which failed, would have made its file descriptor or sent its message.
+                # An earlier step failed, which would have made the file descriptor or sent the message.
                 continue
             except (OSError, AttributeError, RuntimeError) as error:
                 refused[name] = sentence(error)

@@ -36,7 +36,7 @@ def parser() -> Parser:
 
 
 def run(_parser: Parser, given: argparse.Namespace) -> int:
-    """Prints section by section; 1 if something would fail."""
+    """Prints section by section; returns 1 if something would fail."""
     sections = []
 
     def say(line: str) -> None:

@@ -1,4 +1,4 @@
-"""GPUs, their connections and their compiler, judged."""
+"""Judges the GPUs, their connections and the compiler of the kernels."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _none(probed: Probed) -> Section:
 
 
 def links(probed: Probed) -> Section | None:
-    """Reports how GPUs are connected and whether they share memory; ``None`` without GPUs and such a file."""
+    """Reports how GPUs are connected and whether they share memory; ``None`` without GPUs and known links."""
     if not probed.gpus and "links" not in {**probed.found, **probed.errors}:
         return None
     problems, lines = [], []

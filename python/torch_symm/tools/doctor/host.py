@@ -22,7 +22,7 @@ from .report import Problem, Section
 
 #: The oldest supported kernel.
 KERNEL = (5, 3)
-#: Ranks identify their machine by this.
+#: The file by which ranks identify their machine.
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 #: Minimum number of file descriptors for stores and symmetric memory of some ranks.
 DESCRIPTORS = 1024
@@ -30,7 +30,7 @@ DESCRIPTORS = 1024
 STORE = 16
 #: Below this size in bytes, free memory is scarce.
 MEMORY = 512 << 20
-#: Namespaces that all ranks must share, and the inode of the machine's own; ``None`` if the kernel assigns any.
+#: Namespaces that all ranks must share, and the inode of the machine's own one; ``None`` if the inode is not fixed.
 NAMESPACES = {"pid": 4026531836, "ipc": 4026531839, "net": None, "user": 4026531837, "time": 4026531834}
 
 
@@ -150,7 +150,7 @@ def folders() -> Section:
 
 
 def _unfit(folder: Path) -> str:
-    """Returns why groups do not write to ``folder``; empty if they do. The checks are the core's."""
+    """Returns why groups do not write to ``folder``; empty if they do. The core makes the same checks."""
     if not folder.is_symlink() and not folder.exists():
         return "" if writable(folder) else "cannot be made"
     status = folder.lstat()

@@ -1,4 +1,4 @@
-"""Versions, the native part, settings and algorithms, judged."""
+"""Judges versions, the native part, settings and algorithms."""
 
 from __future__ import annotations
 

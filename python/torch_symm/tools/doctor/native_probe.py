@@ -1,6 +1,6 @@
 """The child that loads torch and the native part: ``python -m torch_symm.tools.doctor.native_probe RANKS``.
 
-Each step starts with a message, so that the parent knows in which one the process ended.
+Each step starts with a message, so that the parent knows in which step the process ended.
 """
 
 from __future__ import annotations

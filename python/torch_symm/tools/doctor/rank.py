@@ -1,4 +1,4 @@
-"""A rank of the trial: ``python -m torch_symm.tools.doctor.rank DEVICE``; torch's variables say which."""
+"""A rank of the trial: ``python -m torch_symm.tools.doctor.rank DEVICE``; torch's variables give its number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The findings: sections of values, problems with remedies; as a screen, or as one JSON object."""
+"""The findings: sections of values, problems with remedies; as text, or as one JSON object."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def problems(sections: Iterable[Section]) -> list[Problem]:
 
 
 def render(section: Section) -> str:
-    """The section's part of the screen."""
+    """Returns the section as text."""
     names = [section.name, *[""] * len(section.lines)]
     return "\n".join(f"{name:<{NAMES}} {line}".rstrip() for name, line in zip(names, section.lines, strict=False))
 
 
 def verdict(found: Sequence[Problem]) -> str:
-    """The end of the screen: every problem with its remedy, and how many there are."""
+    """Returns the end of the text: every problem with its remedy, and the number of problems."""
     text = ""
     for problem in found:
         kind = "FAILS" if problem.fatal else "warning"

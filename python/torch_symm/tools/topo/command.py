@@ -40,7 +40,7 @@ def parser() -> Parser:
 
 
 def run(parser: Parser, given: argparse.Namespace) -> int:
-    """Prints section by section; 1 if torch or the native part cannot be loaded."""
+    """Prints section by section; returns 1 if torch or the native part cannot be loaded."""
     if given.plot and given.plot.suffix not in plot.ENDINGS:
         parser.error(f"--plot {given.plot}: the name ends in one of {', '.join(plot.ENDINGS)}")
     if given.plot and not given.plot.absolute().parent.is_dir():

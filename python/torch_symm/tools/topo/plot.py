@@ -12,7 +12,7 @@ from torch_symm._repr import counted
 from .cpu import ranges
 
 ENDINGS = (".svg", ".png", ".pdf")
-#: Maximum number of NVLinks of a GPU so far. If the pairs of a GPU add up to more, it shares them through switches.
+#: Maximum number of NVLinks of a GPU so far. If the pairs of a GPU have more in all, they share them through switches.
 MOST_LINKS = 18
 #: Maximum number of GPUs for which each path through PCIe has its own line.
 FEW = 4
@@ -26,7 +26,7 @@ HUBS = (("switch", "NVSwitch", (5.0, 6.3)), ("pcie", "PCIe and host", (5.0, 5.7)
 
 
 def lines(gpus: int, nvlinks: Sequence[Sequence[int]]) -> list[tuple[int, int | str, int]]:
-    """Returns each line: a GPU, the other or ``"switch"`` or ``"pcie"``, and the number of NVLinks, 0 for PCIe."""
+    """Returns each line: a GPU; another GPU, ``"switch"`` or ``"pcie"``; the number of NVLinks, 0 for PCIe."""
     links = [[nvlinks[one][other] if one < len(nvlinks) else 0 for other in range(gpus)] for one in range(gpus)]
     switched = {one for one in range(gpus) if sum(links[one]) > MOST_LINKS}
     found: list[tuple[int, int | str, int]] = [(one, "switch", max(links[one])) for one in sorted(switched)]

@@ -37,7 +37,7 @@ def compare(device: str, world: int, times: Mapping[Point, float], profile: Path
     """Compares the models' answers with ``times``. torch's model assumes one node for all ranks, to its advantage.
 
     Raises:
-        SymmConfigError: there is no profile of this hardware, or it is faulty.
+        SymmConfigError: there is no profile of this hardware, or the profile is faulty.
     """
     found = []
     for ranks in sorted({point.ranks for point in times}):

@@ -78,7 +78,7 @@ def parser() -> Parser:
 
 
 def run(parser: Parser, given: argparse.Namespace) -> int:
-    """Measures, checks or draws; 0 on success.
+    """Measures, checks or draws; returns 0 on success.
 
     With ``--json``, one object has the measurements, or in ``error`` the reason for their absence. Without a
     file, it is the only output on standard output; text for human readers then goes to standard error.
@@ -222,7 +222,7 @@ def _say_state(reference_us: float, share: float) -> None:
 
 
 def _in_force(device: str, world: int) -> dict[int, dict[str, Any]]:
-    """Returns the thresholds under which the measurement ran, by ranks of a group; the profile then sets the same."""
+    """Returns the thresholds under which the measurement ran, by ranks of a group, for the profile to set."""
     tuning = os.environ.get("SYMM_CUDA_TUNING", "").strip()
     return {ranks: {"cuda_tuning": tuning} for ranks in sizes.group_sizes(world)} if device == "cuda" and tuning else {}
 
@@ -251,7 +251,7 @@ def _check(given: argparse.Namespace, device: str, world: int, ops: tuple[str, .
     say(f"{here.says}; load {load:.2f}; {known.origin}")
     todo = sizes.points(sizes.group_sizes(world), ops, sizes.checked(largest))
     launches = _measure("checking", device, world, todo, given.seconds, given.profile)
-    # Profiles without a state count as measured in the present one.
+    # A profile without a state counts as measured in the current state.
     reference_us = known.reference_us or state(launches)
     found, share = times(launches, reference_us)
     if not found:

@@ -1,7 +1,7 @@
 """``tune --inter-node``: the speed of the network between nodes, and the sizes at which calls change algorithms.
 
-Started by torchrun on all nodes. The network is measured with groups like rails, one for each local rank: Gloo's for
-CPU tensors, NCCL's for CUDA tensors. The thresholds are found by calls of groups that differ in one threshold and take
+Started by torchrun on all nodes. The network is measured with groups like rails, one for each local rank: of Gloo for
+CPU tensors, of NCCL for CUDA tensors. The thresholds are found by calls of groups that differ in one threshold and take
 turns.
 """
 
@@ -46,7 +46,7 @@ class Kind:
 
     Attributes:
         backend: Backend of torch that connects nodes.
-        usual: Default thresholds of groups without measurements: ``src/coll/cost/network.rs``.
+        usual: Default thresholds of groups without measurements, as in ``src/coll/cost/network.rs``.
         around: Sizes of calls around the thresholds of one rail and of gathered slices, in bytes.
         turns: Sizes of calls that run in pipeline steps, in bytes.
         pieces: Lengths of pipeline steps that are compared.
@@ -79,7 +79,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """The ranks of each node of the job, in order; ``local``: this rank's index among those of its node."""
+    """The ranks of each node of the job, in order; ``local``: this rank's index among the ranks of its node."""
 
     nodes: list[list[int]]
     local: int
@@ -214,7 +214,7 @@ class Search:
         self._clock, self._kind, self._device = clock, kind, device
 
     def _tried(self, **changed: int) -> Any:
-        """Makes a group of all ranks whose thresholds differ from the usual ones."""
+        """Makes a group of all ranks with the usual thresholds, except for those ``changed``."""
         values = {**self._kind.usual, **changed}
         native = load()
         native._set_trial_thresholds(values["multi_rail_bytes"], values["chunk_bytes"], values["gather_bytes"])
@@ -234,7 +234,7 @@ class Search:
         ]
 
     def limit(self, name: str, rails: int) -> int:
-        """Returns the largest size where the short calls' algorithm was faster.
+        """Returns the largest size at which the algorithm for short calls was faster.
 
         ``gather_bytes`` counts a rail's slice.
         """
@@ -258,7 +258,7 @@ class Search:
         return usual if best is None else best
 
     def piece(self) -> int:
-        """Returns the length of pipeline steps with which long calls were fastest, if it is worth a change."""
+        """Returns the length of pipeline steps that was fastest for long calls; the usual length if it gains little."""
         pieces, sizes, usual = self._kind.pieces, self._kind.turns, self._kind.usual["chunk_bytes"]
         groups = [self._tried(chunk_bytes=piece) for piece in pieces]
         costs = dict.fromkeys(pieces, 0.0)
@@ -290,7 +290,7 @@ def write(found: Mapping[str, Any], output: Path | None, device: str) -> Path | 
 
 
 def run(seconds: float, output: Path | None, device: str) -> int:
-    """Measures in the job that torchrun has started; 0 on success."""
+    """Measures in the job that torchrun has started; returns 0 on success."""
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())

@@ -57,7 +57,7 @@ def measure(
 
 
 def state(launches: Launches) -> float:
-    """Returns the reference of the machine's most frequent state: the centre of most references, in µs."""
+    """Returns the reference of the machine's most frequent state in µs: the one that is close to most references."""
     references = sorted(visit.reference_us for launch in launches for visits in launch.values() for visit in visits)
 
     def alike(reference: float) -> int:
@@ -69,7 +69,7 @@ def state(launches: Launches) -> float:
 def times(launches: Launches, reference_us: float) -> tuple[dict[Point, float], float]:
     """Returns µs of each point that was visited while the machine was in a state, and the share of such visits.
 
-    The median of these visits; for steps the minimum, because other work of the node only adds to their time.
+    The time is the median of these visits; for steps the minimum, because other work of the node only adds to it.
     ``reference_us``: the time of the reference in that state.
     """
     found, alike, total = {}, 0, 0

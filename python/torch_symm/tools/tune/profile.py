@@ -27,7 +27,7 @@ from .measurement_points import OPS, Point, Priced, group_sizes, local
 
 @dataclass(frozen=True)
 class Key:
-    """The hardware of a profile. ``file``: its name among profiles; ``says``: a text for human readers."""
+    """The hardware of a profile. ``file``: the name of the profile's file; ``says``: a text for human readers."""
 
     hardware: dict[str, Any]
     file: str
@@ -81,7 +81,7 @@ def draft(here: Key, settings: Mapping[int, dict[str, Any]]) -> Iterator[Path]:
 def assemble(
     profile: dict[str, Any], times: Mapping[Point, float], measured: dict[str, Any], known: Mapping[int, Priced]
 ) -> dict[str, Any]:
-    """Adds ``times`` to the bare ``profile``. ``measured``: of :func:`measured`. ``known``: algorithms, by ranks."""
+    """Adds ``times`` to the bare ``profile``. ``measured``: from :func:`measured`. ``known``: algorithms, by ranks."""
     groups = [
         {
             **group,
@@ -120,7 +120,7 @@ def _curves(ranks: int, op: str, times: Mapping[Point, float], known: Priced) ->
 
 
 def known(path: Path) -> dict[str, Any]:
-    """Returns the profile at ``path``; empty without a valid one. Standard error names a faulty one."""
+    """Returns the profile at ``path``; empty without a valid one. Prints a message if it is faulty."""
     try:
         found: dict[str, Any] = json.loads(path.read_text())
         _validate(path, found)
@@ -133,7 +133,7 @@ def known(path: Path) -> dict[str, Any]:
 
 
 def inter_node(path: Path) -> dict[str, Any]:
-    """Returns the present entry about the inter-node network of the profile at ``path``, to keep it in the next one."""
+    """Returns the current entry about the inter-node network of the profile at ``path``, to keep it in the next one."""
     found = known(path)
     return {"inter_node": found["inter_node"]} if "inter_node" in found else {}
 
@@ -145,10 +145,10 @@ def own_path(here: Key) -> Path | None:
 
 
 def write(path: Path, profile: Mapping[str, Any]) -> None:
-    """Writes ``profile`` atomically, and reads it back like the cost model.
+    """Writes ``profile`` atomically, and reads it back as the cost model does.
 
     Raises:
-        SymmConfigError: it is not valid, which would be a bug; OSError: it cannot be written.
+        SymmConfigError: ``profile`` is not valid, which would be a bug; OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".new")

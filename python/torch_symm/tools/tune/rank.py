@@ -27,11 +27,11 @@ GROUP_TIMEOUT = timedelta(seconds=120)
 #: Minimum duration of a batch, so that reading the clock, or an event, does not count.
 BATCH_US, MOST_BATCH = 100.0, 16
 FEWEST, MOST = 3, 100
-#: Calls of this duration are made less often, and the skew of their start is negligible.
+#: Calls of at least this duration are made less often, and the skew of their start is negligible.
 LONG_US, FEWEST_LONG = 20_000.0, 2
 #: Number of calls in a CUDA graph: enough for its start not to count.
 GRAPH_CALLS = 20
-#: A broadcast that identifies the machine's state: batches, calls of each. ``docs/design/cost-model.md``.
+#: A broadcast that identifies the machine's state: size, batches, calls of each (``docs/design/cost-model.md``).
 REFERENCE_BYTES, REFERENCE_BATCHES, REFERENCE_CALLS = 512 << 10, 3, 8
 
 
@@ -55,7 +55,7 @@ class Task:
 class Visit:
     """One visit of the point with number ``index``: the median of its bursts in µs.
 
-    ``reference_us``: the time of the reference before or after it, whichever is longer; 0 on GPUs.
+    ``reference_us``: the time of the reference before or after the visit, whichever is longer; 0 on GPUs.
     """
 
     index: int
@@ -146,7 +146,7 @@ class _Caller:
             return None
         batch = int(min(MOST_BATCH, max(1.0, BATCH_US / max(estimate, 0.1))))
         if point.op in (STEP, SLICE):
-            # The host's time, which differs between calls and between ranks.
+            # Steps take the host's time, which differs between calls and between ranks.
             batch = MOST_BATCH
         fewest = FEWEST_LONG if estimate > LONG_US else FEWEST
         samples = int(min(MOST, max(fewest, budget_us / (estimate * batch) - 1)))

@@ -1,4 +1,4 @@
-"""Finds thresholds between algorithms from measurements of both. Pure."""
+"""Finds thresholds between two algorithms from measurements of both, without side effects."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def choose(
 
     Args:
         own: The points that the threshold affects.
-        length: Returns the value that is compared with it.
+        length: Returns the value that is compared with the threshold.
         below: µs of each point below the threshold.
         above: µs of each point above it.
         usual: Whether a point is below the default threshold.

@@ -1,6 +1,6 @@
 """Finds the size from which CPU results are written past the cache.
 
-It compares runs in which all results bypass the cache with runs in which all results go through it.
+The search compares runs in which all results bypass the cache with runs in which all results go through it.
 """
 
 from __future__ import annotations

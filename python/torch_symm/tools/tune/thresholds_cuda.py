@@ -1,4 +1,4 @@
-"""Finds thresholds between GPU kernels: measured with each kernel wherever it has room."""
+"""Finds thresholds between GPU kernels by measuring each kernel at every size for which it has room."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LARGEST = {"all_reduce": 8 << 20, "all_gather": 4 << 20, "reduce_scatter": 4 << 
 SMALLEST = 16 << 10
 VISITS = 3
 
-#: The SYMM_CUDA_TUNING value that uses a kernel wherever it has room; elsewhere the next all-reduce runs.
+#: A threshold of SYMM_CUDA_TUNING that uses a kernel wherever it has room; elsewhere the next kernel runs.
 _ROOM = 1 << 30
 SHORT = f"one_shot_bytes={_ROOM},two_shot_bytes={_ROOM},low_latency_bytes={_ROOM}"
 TWO_SHOT = f"one_shot_bytes=0,two_shot_bytes={_ROOM},low_latency_bytes=0"
@@ -93,7 +93,7 @@ def choose_all(own: Sequence[Point], ways: Sequence[Way], usual: Names) -> dict[
     """Returns the thresholds for groups of one size that are better than the defaults, by name.
 
     Args:
-        own: Their points.
+        own: The points of these groups.
         ways: The measurements, in the order of :data:`WAYS`.
         usual: The algorithms of ``own`` by default.
     """
@@ -109,16 +109,16 @@ def choose_all(own: Sequence[Point], ways: Sequence[Way], usual: Names) -> dict[
         return usual[point] != staged.names[point]
 
     two = limit(reduces, two_shot, staged, usually_two)
-    # The points that run beyond one-shot.
+    # The points that use two-shot if they do not use one-shot.
     in_two = {point for point in reduces if (usually_two(point) if two is None else point.bytes <= two)}
     rest = {point: (two_shot if point in in_two else staged).us[point] for point in reduces}
     one = limit(reduces, short, Way(rest, two_shot.names), lambda point: usual[point] == short.names[point])
     flags = limit(messages, short, staged, lambda point: usual[point] == short.names[point])
-    # Zero-copy calls were not measured. By default they have the same threshold, so they keep it.
+    # Zero-copy calls were not measured. By default, their threshold equals the two-shot threshold, so they stay equal.
     found = {"one_shot_bytes": one, "two_shot_bytes": two, "zero_copy_two_shot_bytes": two, "low_latency_bytes": flags}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def message(point: Point) -> int:
-    """Returns the size of its longest message between two ranks, as the plan of a collective counts them."""
+    """Returns the size of the longest message between two ranks, as the plan of a collective counts it."""
     return point.bytes if point.op in ("all_reduce", "broadcast") else point.bytes // point.ranks

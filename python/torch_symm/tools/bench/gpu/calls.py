@@ -1,4 +1,4 @@
-"""The measured operations: call, tensors and check. One table, everything derived."""
+"""A table of the measured operations, each with its call, tensors and check."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .norm import add_rms_norm
 
 @dataclass(frozen=True)
 class Op:
-    """One row. ``divided``: S is divided among the ranks."""
+    """One row. ``divided``: the size of a cell is divided among the ranks."""
 
     build: Callable[[Setting], Call]
     divided: bool = False
@@ -102,14 +102,14 @@ def _send_recv(at: Setting) -> Call:
 
 
 def _barrier(at: Setting) -> Call:
-    # Named by its device, because a group that serves CPU tensors, too, would meet on the host.
+    # With the device, because a group that also serves CPU tensors would otherwise meet on the host.
     device = at.inputs.device
     ids = [device.index] if device.type == "cuda" else None
     return Call(lambda: None, lambda: dist.barrier(group=at.group, device_ids=ids), lambda _calls: None)
 
 
 def nccl_barrier(at: Setting) -> Call:
-    """dist.barrier; in a graph, its stream waits, because NCCL's own wait would block the host and end the capture."""
+    """``dist.barrier``; in a graph only the stream waits: NCCL's wait would block the host and end the capture."""
     ids = [at.inputs.device.index]
 
     def run() -> None:

@@ -111,7 +111,7 @@ class CellBench:
         return found[0] if self._succeeds(number, once) else None
 
     def _succeeds(self, number: int, step: Callable[[], str | None], about: str = "") -> bool:
-        """Takes a step of a side with all ranks. If it fails on one, ends the side and returns false."""
+        """Takes a step of a side with all ranks. If the step fails on a rank, ends the side and returns false."""
         error = self._process.together(number, step)
         if error is not None:
             self._process.fail(number, self._figure(number), about + error)
@@ -139,7 +139,7 @@ class CellBench:
         return graphs[0] if right else None
 
     def _alternate(self, ready: dict[int, Any], modes: Callable[[int], dict[str, Callable[[], float]]]) -> None:
-        """Times the sides of ``ready`` in turn, each turn in the opposite order. Removes those that fail.
+        """Times the sides of ``ready`` in turns, every second turn in the opposite order. Removes those that fail.
 
         ``modes`` are ways to time a side, in us; samples are stored in the meeting.
         """

@@ -70,7 +70,7 @@ class GpuClock:
 
 
 class HostClock(GpuClock):
-    """The same for CPU tensors, whose calls have finished when they return. Has no graphs."""
+    """The clock for CPU tensors, whose calls have finished when they return. Has no graphs."""
 
     has_graphs = False
 

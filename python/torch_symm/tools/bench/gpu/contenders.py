@@ -57,18 +57,18 @@ class Side:
     limit: int | None = None
     failures: int = 0
     keep: list[object] = field(default_factory=list)
-    """What must live as long as the side."""
+    """Objects that must live as long as the side."""
     capturing: Callable[[], AbstractContextManager[object]] = nullcontext
-    """The context of a capture of its calls."""
+    """The context in which its calls are captured in a graph."""
 
     @property
     def calls_dist(self) -> bool:
-        """True if its calls are those of torch.distributed."""
+        """True if the side calls torch.distributed."""
         return "send_recv" in self.builders
 
     @property
     def is_plain(self) -> bool:
-        """True if it is still available, and its calls are those of torch.distributed on ordinary memory."""
+        """True if the side is still available and calls torch.distributed on ordinary memory."""
         return self.calls_dist and not self.keep and self.failures < MAX_FAILURES
 
     def builder(self, op: str, size: int) -> Builder | None:
@@ -78,10 +78,10 @@ class Side:
         return self.builders.get(op)
 
     def sound(self, device: torch.device) -> None:
-        """Returns if the group knows of no failure: kernels that gave up leave a wrong result and raise nothing.
+        """Checks that the group has not failed: kernels that timed out leave a wrong result and raise nothing.
 
         Raises:
-            GroupFailed: it knows of one.
+            GroupFailed: the group has failed.
         """
         ask = getattr(self.group._get_backend(device), "get_error", None)
         found = str(ask()) if ask is not None else "SUCCESS"
@@ -106,7 +106,7 @@ def _room(device: torch.device, size: int) -> Place:
 
 
 def _new(backend: str, device: torch.device) -> dist.ProcessGroup:
-    """Returns a group after its first call, which all ranks must make; a message between two would not suffice."""
+    """Returns a group after a first call of all ranks; a first message would reach only two of them."""
     group = new_group(backend=backend, timeout=GROUP_TIMEOUT)
     dist.all_reduce(torch.ones(1, device=device), group=group)
     if device.type == "cuda":
@@ -138,7 +138,7 @@ def _nccl(device: torch.device, size: int) -> Side:
 
 
 def _nccl_window(device: torch.device, size: int) -> Side:
-    # Its own group: if registration fails half way, the other one is not affected.
+    # A separate group, so that a registration that fails does not affect the side "nccl".
     group = _new("nccl", device)
     backend = group._get_backend(device)
     pool = torch.cuda.MemPool(backend.mem_allocator)
@@ -202,7 +202,7 @@ def gpu_sides() -> dict[str, Maker]:
 
 
 def sides_with_products() -> dict[str, Maker]:
-    """Returns the sides that run while products do: those on GPUs, and the bound."""
+    """Returns the sides that run while products run: the sides on GPUs, and plain copies as the bound."""
     return {**gpu_sides(), "copies": _copies}
 
 

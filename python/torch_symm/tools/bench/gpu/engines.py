@@ -1,4 +1,4 @@
-"""The all-reduces of inference engines as sides: vLLM's custom kernel and FlashInfer's, where they are installed."""
+"""The all-reduces of inference engines as sides: the kernels of vLLM and FlashInfer, where they are installed."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .norm import EPS, HIDDEN, add_rms_norm
 
 #: The largest message for which the engines use these kernels, on two H100.
 LIMIT = 64 << 20
-#: Types that they sum.
+#: Types that these kernels sum.
 SUMMED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def vllm(device: torch.device, size: int) -> Side:
     """vLLM's custom all-reduce: ``CustomAllreduce``, as its engine calls it."""
-    # The ranks have GPUs that reach each other, and a check starts processes.
+    # Skip the check, which starts processes: the ranks' GPUs reach each other.
     os.environ.setdefault("VLLM_SKIP_P2P_CHECK", "1")
     module = _imported("vllm.distributed.device_communicators.custom_all_reduce", "vllm")
     make = _attribute(module, "CustomAllreduce", "vllm")
     size = min(size, LIMIT)
     group = new_group(backend="gloo", timeout=GROUP_TIMEOUT)
-    # It takes what is smaller than its buffer.
+    # The kernel takes only tensors that are smaller than its buffer.
     made = make(group=group, device=device, max_size=size + 16)
     if made.disabled:
         raise UnavailableError("vLLM's custom all-reduce disables itself here; its log has the reason")
@@ -95,7 +95,7 @@ def flashinfer(name: str, *, one_shot: bool | None, limit: int = LIMIT) -> Maker
 
 
 def all_sides() -> dict[str, Maker]:
-    """Returns the sides on GPUs, those of engines last, in the order of measurement."""
+    """Returns the sides on GPUs in the order of measurement, the engines last."""
     return {
         **gpu_sides(),
         "vllm": vllm,

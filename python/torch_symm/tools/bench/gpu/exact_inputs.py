@@ -10,7 +10,7 @@ from .contenders import Builder
 from .inputs import RANDOM, Call, Setting
 from .record import Cell
 
-#: Operations that are called in place, of those that torch has in both forms.
+#: Operations that torch has in both forms, and that are called in place here.
 IN_PLACE = ("all_reduce", "broadcast", "reduce")
 
 
@@ -32,7 +32,7 @@ def builder(cell: Cell) -> Builder:
 
         def check(calls: int) -> str | None:
             if calls != 1 and not work.checks_chain:
-                # Calls use each other's results, and the result of several is undefined.
+                # Each call uses the result of the call before, and the result of several calls is undefined.
                 return None
             try:
                 work.check(calls)

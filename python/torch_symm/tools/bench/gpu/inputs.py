@@ -49,8 +49,8 @@ class Inputs:
     def compare_sum(self, got: torch.Tensor, start: int = 0, calls: int = 1) -> str | None:
         """Returns why ``got`` is not the sum of all ranks' elements from ``start``; None if it is.
 
-        ``calls``: how often the sum was summed again, each time of ``world`` equal tensors. The bound allows a rounding
-        to the dtype at every step, as in some backends.
+        ``calls``: number of calls in place; each call after the first sums ``world`` equal tensors. The bound allows a
+        rounding to the dtype at every step, as in some backends.
         """
         scale = float(self.world) ** (calls - 1)
         bound = self.world * calls * torch.finfo(self.dtype).eps
@@ -86,7 +86,7 @@ def _first(wrong: torch.Tensor, found: torch.Tensor, wanted: torch.Tensor, offse
 
 @dataclass(frozen=True)
 class Place:
-    """Memory for one cell on one side: flat tensors of bytes, ``source`` and ``target``, at least as large as S."""
+    """Memory for one cell on one side: flat tensors of bytes, ``source`` and ``target``, at least the cell's size."""
 
     source: torch.Tensor
     target: torch.Tensor
@@ -117,7 +117,7 @@ class Setting:
 
     @property
     def share(self) -> int:
-        """Number of elements of one rank's part of S."""
+        """Number of elements of one rank's part."""
         return self.inputs.count // self.world
 
     def given(self, count: int) -> torch.Tensor:

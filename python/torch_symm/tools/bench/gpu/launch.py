@@ -23,7 +23,7 @@ from .process import Entrances, Message, Task
 from .rank_sync import Meeting
 from .record import Absent, Cell, Measured
 
-# A call without a peer ends after the group's timeout, by itself or by NCCL's watchdog; the rest is a margin for that.
+# A call whose peer is missing ends after the group's timeout, by itself or by NCCL's watchdog; 25 s are a margin.
 STILL_S = GROUP_TIMEOUT.total_seconds() + 25.0
 # Processes import torch, make a context on their GPU and meet, before they make a side.
 START_S = 150.0
@@ -39,7 +39,7 @@ PATIENT_SETTINGS = {
 
 @dataclass(frozen=True)
 class Options:
-    """The run. ``seconds``: the time after which no further cell starts; ``still_s``: when a rank counts as hanging.
+    """The run. ``seconds``: no further cell starts after them; ``still_s``: a rank without progress for so long hangs.
 
     ``products``: measures calls while matrix products run (`overlap`).
     ``rows``: cells in place of every combination of ``ops``, ``dtypes`` and ``sizes``.
@@ -87,7 +87,7 @@ def measure(options: Options) -> Iterator[Message]:
     sides, todo = list(options.sides), cells(options)
     while sides:
         meeting = Meeting(options.world, len(sides), ranks.barrier(options.world))
-        # The ranks count sides and cells of this start.
+        # The ranks number the sides and cells of this start.
         started_sides, started_cells = tuple(sides), tuple(todo)
         try:
             for message in _start(options, meeting, started_sides, started_cells, deadline):
@@ -99,7 +99,7 @@ def measure(options: Options) -> Iterator[Message]:
             return
         except (ProcessRaisedException, ProcessExitedException, StalledError) as error:
             if not todo or time.monotonic() >= deadline:
-                return  # only their exit failed
+                return  # only the exit of the processes failed
             doing = meeting.progress.doing()
             if doing.side is None:
                 raise

@@ -1,8 +1,8 @@
 """Calls while products run on the same GPU: in one CUDA graph, on two branches.
 
 A side's calls are on a branch of high priority, as the streams of FSDP2 and of asynchronous calls are, and matrix
-products on the other one. Three graphs are replayed in turn: the calls alone, the products alone, and both. Both chains
-take about as long as `CHAIN_US`. In a graph the host's time for enqueueing does not count.
+products on the other one. Three graphs are replayed in turn: the calls alone, the products alone, and both. Each chain
+takes about `CHAIN_US`. In a graph the host's time for enqueueing does not count.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .inputs import Call
 from .process import Process
 from .record import Cell, Figure, Measured, Overlap
 
-#: Duration of the chain of calls and of the chain of products.
+#: Duration in µs of the chain of calls, and of the chain of products.
 CHAIN_US = 7000.0
 MIN_CALLS, MAX_CALLS = 2, 2000
 #: Rows, inner and columns of a product in bfloat16; about 0.75 ms on an H100.
@@ -89,7 +89,7 @@ class _Branches:
 
 
 class _Loaded(CellBench):
-    """A cell whose sides run while products do."""
+    """A cell whose sides run while products run."""
 
     def measured(self) -> Measured:
         """Measures all sides."""

@@ -55,13 +55,13 @@ class Process:
         self.sides: dict[int, Side] = {}
         self.cell: int | None = None
         self._report = report
-        # Their groups have failed, and dropping them may block.
+        # Sides whose groups have failed are kept, because dropping them may block.
         self._given_up: list[Side] = []
 
     def together(self, side: int, body: Callable[[], str | None]) -> str | None:
-        """Runs ``body`` on every rank; returns an error of any rank on all of them: its own text or an exception.
+        """Runs ``body`` on every rank; returns the error of one rank on all: the result of ``body`` or an exception.
 
-        If ranks saw different errors, a timeout takes precedence: the others may be its consequences.
+        If ranks saw different errors, a timeout takes precedence, because the other errors may be its consequences.
         """
         self.meeting.progress.enter(self.rank, self.cell, side)
         try:
@@ -70,7 +70,7 @@ class Process:
             error = str(missing)
         except Exception as failure:
             error = in_a_line(failure)
-            # After some errors, the device is unusable for this process, on any side. The launcher then starts others.
+            # After some errors, this process cannot use the device any more; the launcher then starts new processes.
             self.clock.settle()
         errors = self.meeting.agree(self.rank, error)
         self.meeting.progress.enter(self.rank, self.cell, None)
@@ -102,7 +102,7 @@ class Process:
                 self._report(Absent(name, error))
 
     def fail(self, number: int, figure: Figure, error: str) -> None:
-        """Notes ``error``. A side is abandoned after a timeout; if its group may have ended, it gets a new one."""
+        """Notes ``error``. A side is abandoned after a timeout; if its group may have ended, it gets a new group."""
         figure.note = error if figure.note is None else f"{figure.note}; {error}"
         side = self.sides[number]
         if is_timeout(error):

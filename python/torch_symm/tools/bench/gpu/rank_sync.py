@@ -36,7 +36,7 @@ class Meeting:
         """Returns once all ranks have called it.
 
         Raises:
-            BrokenBarrierError: a rank did not within 200 s.
+            BrokenBarrierError: a rank did not call it within 200 s.
         """
         self._barrier.wait(PATIENCE_S)
 

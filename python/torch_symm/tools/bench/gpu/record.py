@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell. ``size`` is the requested S; ``bytes`` is S rounded up to whole elements (per rank).
+    """One cell. ``size`` is the requested size in bytes; ``bytes`` is rounded up to whole elements (per rank).
 
     ``redop`` and ``root`` apply where the operation has them.
     """
