@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// Modules by height; a module may use lower modules, and others of its kind.
+/// The height of a module, which may use lower modules and others of the same height.
 fn height(module: &str) -> u32 {
     match module {
         "error" | "cta" | "dtype" | "lock" | "rms_norm" | "op" | "rank" | "completion" => 0,
@@ -189,7 +189,7 @@ fn files_are_short() {
     assert!(long.is_empty(), "files of more than 500 lines want to be split: {long:?}");
 }
 
-/// `cargo fmt` leaves comments, macros and C++ as they are. Rows of tables are as long as they are.
+/// `cargo fmt` leaves comments, macros and C++ as they are. Rows of tables may be longer.
 #[test]
 fn lines_have_at_most_100_columns() {
     let folders =

@@ -72,7 +72,7 @@ fn model(preemptions: usize, body: impl Fn() + Sync + Send + 'static) {
 #[test]
 fn a_ring_hands_over_every_frame_once_and_in_order() {
     const UNITS: u64 = 3;
-    // The second does not fit before the end; the third starts once the first two have been read.
+    // Frame 2 does not fit before the end of the ring; frame 3 starts once 1 and 2 were read.
     const FRAMES: [u64; 3] = [2, 2, 1];
     struct Shared {
         tail: Word,

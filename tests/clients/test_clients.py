@@ -25,7 +25,7 @@ heavy = pytest.mark.skipif(os.environ.get("CLIENTS") != "all", reason="runs with
 
 
 def told(program: str, *arguments: str, replaces: str = "0", launched: bool = True) -> list[dict[str, Any]]:
-    """The output of every rank of the program; torchrun starts the ranks if ``launched``, otherwise the program."""
+    """The output of every rank; torchrun starts the ranks if ``launched``, otherwise the program starts them."""
     command = [sys.executable]
     if launched:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]

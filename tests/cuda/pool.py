@@ -42,7 +42,7 @@ def _gpus() -> int:
 
 
 def _wanted(usual: tuple[int, ...]) -> tuple[int, ...]:
-    """The numbers of ranks in SYMM_TEST_WORLDS ("3,5,8"), if it is set."""
+    """Returns the numbers of ranks in SYMM_TEST_WORLDS ("3,5,8"), or ``usual`` if it is not set."""
     named = os.environ.get("SYMM_TEST_WORLDS")
     return tuple(int(world) for world in named.split(",")) if named else usual
 
@@ -104,7 +104,7 @@ def meet(name: str, rank: int, world: int, timeout: float = 60) -> None:
 
 
 class Pool:
-    """The processes, at least ``places``. Made when they are first needed."""
+    """At least ``places`` rank processes, which start when a test first needs them."""
 
     def __init__(self, places: int = FULL) -> None:
         self._places = places

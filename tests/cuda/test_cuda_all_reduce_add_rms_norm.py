@@ -21,8 +21,8 @@ EPS = 1e-5
 #: Seconds within which a failure must appear.
 LIMIT_S = 15
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: Shapes: one kernel with one row and with several, a block with several rows, an all-reduce with a kernel for the
-#: rows.
+#: Shapes for every plan: one kernel for one row and for several, a block for several rows, and an all-reduce followed
+#: by a kernel for the rows.
 SHAPES = ((1, 1024), (1, 8192), (3, 4104), (7, 16384), (64, 1024), (65, 4096), (200, 1032), (333, 8192))
 
 ops: Any = torch.ops.symm

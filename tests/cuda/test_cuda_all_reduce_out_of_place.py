@@ -13,7 +13,7 @@ from pool import WORLDS, Pool, device, needs_gpus, needs_ranks, settle
 pytestmark = needs_ranks
 
 ops: Any = torch.ops.symm
-#: One-shot, two-shot, staged.
+#: Numbers of elements for one-shot, two-shot and staged sums.
 COUNTS = (1, 8192, 300_001, 1 << 20)
 
 

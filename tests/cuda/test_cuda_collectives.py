@@ -66,7 +66,7 @@ def test_objects_and_barrier(pool: Pool, world: int) -> None:
 
 
 GB = 1 << 30
-#: In units of 16 bytes, the length still needs more than 32 bits.
+#: A length that needs more than 32 bits even if it is counted in units of 16 bytes.
 ENORMOUS = 65 * GB
 
 
@@ -110,7 +110,7 @@ def test_one_message_above_64_gib(pool: Pool) -> None:
 def beside_nccl(rank: int, world: int, default: str) -> None:
     init(rank, world, default, device_id=device())
     other = "nccl" if default == "symm" else "symm"
-    # torch splits the default group's backend for a new group of the same one, not for another.
+    # torch splits the default group's backend for a new group with the same backend, but not for one with another.
     groups = [None, dist.new_group([0], backend=other), dist.new_group(backend=other), dist.new_group(backend=default)]
     for group in groups:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:

@@ -24,7 +24,7 @@ WHOLE = ("all_reduce", "broadcast")
 
 
 def engines() -> dict[str, int]:
-    """Calls of this process that copy engines moved, by way; ``repaired`` ones are direct, too."""
+    """Numbers of calls that copy engines moved here: staged, direct, and those direct calls that were repaired."""
     found = {"staged": 0, "direct": 0, "repaired": 0}
     for algorithms in torch_symm.stats().values():
         for way in found:
@@ -33,7 +33,7 @@ def engines() -> dict[str, int]:
 
 
 def sweep(rank: int, world: int, collective: str) -> tuple[int, dict[str, int]]:
-    """Compared with the definition, in a group whose policy is zero: ordinary and symmetric, odd lengths."""
+    """Compares with the definition, in a group of CTA policy "zero": ordinary and symmetric tensors, odd lengths."""
     init(rank, world, options=torch_symm.Options(cta_policy="zero"))
     findings = Findings()
     before = engines()
@@ -68,9 +68,9 @@ def test_as_defined(pool: Pool, world: int, collective: str) -> None:
 
 
 def calls(rank: int, world: int, symmetric: bool, apart: bool, late: int) -> list[dict[str, int]]:
-    """Calls by kernels; then the same calls, asynchronously and with one rank late, in a group whose policy is zero.
+    """Calls by kernels; then the same calls, asynchronous and with one rank late, in a group of CTA policy "zero".
 
-    With ``apart`` tensors are at other offsets on each rank, so that no rank finds a message where it expects it.
+    With ``apart``, tensors have different offsets on each rank, so that no rank finds a message where it expects it.
     """
     zero = dist.new_group(list(range(world)), pg_options=torch_symm.Options(cta_policy="zero"))
     count = 3 * MB // world * world

@@ -65,7 +65,7 @@ def copied(name: str, world: int, count: int) -> Call:
 
 
 def call_of(kind: str, rank: int, world: int) -> Call:
-    """Returns the call of ``collective elements``, which uses the kernel for that size, any number of times."""
+    """Returns a call that may be repeated; ``kind`` is its collective and its number of elements."""
     name, number = kind.split()
     count = int(number)
     if name == "send_recv":
@@ -113,7 +113,7 @@ def failure_in(call: Call, limit: float) -> Exception:
 
 
 def compute() -> None:
-    """The GPU is as usable as before."""
+    """Fails unless the GPU is as usable as before."""
     assert float(torch.ones(1_000_000, device=device()).sum()) == 1_000_000
 
 
@@ -184,7 +184,7 @@ def stopped(rank: int, world: int, kinds: tuple[str, ...]) -> None:
 
             holder = threading.Thread(target=hold)
             holder.start()
-        # The same number on every rank.
+        # Every rank makes the same number of calls.
         for _ in range(50 if int(kind.split()[1]) > MB else 300):
             call()
         settle()

@@ -49,7 +49,7 @@ def train(model: nn.Module, rank: int) -> list[torch.Tensor]:
 
 
 class Addresses:
-    """Where the buffers of each call were: of all-gathers their outputs, of reduce-scatters their inputs."""
+    """Records the address of each call's buffer: the output of an all-gather, the input of a reduce-scatter."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.of: dict[str, list[int]] = {"gather": [], "scatter": []}
@@ -92,7 +92,7 @@ def test_same_bits_without_staging(pool: Pool, policy: str) -> None:
 
 
 def test_divide_factor(pool: Pool) -> None:
-    """It becomes PREMUL_SUM."""
+    """A divide factor becomes PREMUL_SUM."""
     assert all(calls > 0 for calls in pool.run(same_bits, 2, "bfloat16, reduced as float32", (2,), 3.0, timeout=200))
 
 
@@ -102,7 +102,7 @@ def test_hybrid(pool: Pool) -> None:
 
 
 def from_torch(rank: int, world: int) -> None:
-    """torch's own two switches have the same memory."""
+    """Either of torch's own two switches also makes calls zero-copy."""
     usual = train(new_model(POLICIES["float32"], (2,), None), rank)
     for name, value in (("set_allocate_memory_from_process_group_for_comm", True), ("set_symm_mem_for_comm", "SYMM")):
         model = new_model(POLICIES["float32"], (2,), None)

@@ -26,7 +26,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def numbers(seed: int, *size: int, dtype: torch.dtype) -> torch.Tensor:
-    """The same on all ranks."""
+    """Returns the same numbers on all ranks."""
     generator = torch.Generator(device()).manual_seed(seed)
     return torch.randint(-1, 2, size, device=device(), generator=generator).to(dtype)
 
@@ -203,7 +203,7 @@ def test_several_graphs(pool: Pool, world: int) -> None:
 
 
 def two_streams_of_a_capture(rank: int, world: int) -> None:
-    """Without other waits, graphs use the workspace in the order in which they were launched."""
+    """Calls on two streams of one capture use the workspace one after another, without waits between the streams."""
     behind = random.Random(rank)
     side = torch.cuda.Stream()
     steps = [make(rank, world, 512, 256, 1024, torch.bfloat16) for make in (*STEPS.values(), *STEPS.values())]

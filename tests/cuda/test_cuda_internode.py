@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
     DEVICE != "cuda" or GPUS < 1 or PLACES < 4, reason="needs four GPUs, or one and SYMM_ALLOW_SHARED_GPUS=1"
 )
 
-#: Ranks: (1, 1), (2, 1) and (2, 2) of them on the nodes.
+#: Numbers of ranks: the two nodes have (1, 1), (2, 1) and (2, 2) of them.
 WORLDS = (2, 3, 4)
 #: Numbers of elements: none, one, odd, just below and above the limit of one rail, more.
 COUNTS = (0, 1, 37, 4099, 33_001)
@@ -33,7 +33,7 @@ COUNTS = (0, 1, 37, 4099, 33_001)
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Pool]:
-    """Rank processes only for these tests: a process has its node for life."""
+    """Rank processes only for these tests, because a process keeps its node until it exits."""
     shared = Pool(4)
     yield shared
     shared.stop()
@@ -75,7 +75,7 @@ def _on_node(
 
 
 def two_level(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float] = ()) -> torch.Tensor:
-    """The ranks of each node in order, rounded once, then the nodes in order, rounded once."""
+    """Reduces the ranks of each node in order and rounds once, then reduces the nodes in order and rounds once."""
     return expected.two_level(op, inputs, factors or [1.0] * len(inputs), [rank % 2 for rank in range(len(inputs))])
 
 
@@ -85,7 +85,7 @@ def of_nodes() -> dict[str, Any]:
 
 
 def served(op: str, dtype: torch.dtype) -> bool:
-    """On CUDA, senders round narrow products, so their bits differ from those on CPU."""
+    """Returns true if the reduction has the bits of CPU tensors; on CUDA, senders round narrow products."""
     return expected.served(op, dtype) and (op != "PREMUL_SUM" or dtype not in expected.NARROW)
 
 
@@ -347,7 +347,7 @@ def eager(rank: int, world: int) -> None:
 
 
 def training(rank: int, world: int) -> None:
-    """DistributedDataParallel: the same parameters on every rank, equal to one process with all the data."""
+    """DistributedDataParallel: the same parameters on every rank, as in one process with all the data."""
     torch.manual_seed(1)
     layers = [torch.nn.Linear(64, 200), torch.nn.Tanh(), torch.nn.Linear(200, 3)]
     alone = torch.nn.Sequential(*layers).to(device())

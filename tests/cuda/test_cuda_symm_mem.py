@@ -179,7 +179,7 @@ def test_memory_lasts_as_long_as_it_is_used(pool: Pool, what: object, world: int
 
 
 def pools(rank: int, world: int) -> None:
-    """Tensors of a pool are symmetric memory; sub-groups and two groups on one allocation are apart."""
+    """Tensors of a pool are symmetric memory; sub-groups and two groups on one allocation stay separate."""
     assert ours.get_mem_pool(device()) is ours.get_mem_pool("cuda") and ours.get_backend("cuda") == "SYMM"
     peer, second = (rank + 1) % world, dist.new_group(list(range(world)))
     for memory in (symm_mem.get_mem_pool(device()), ours.get_mem_pool("cuda")):

@@ -55,7 +55,7 @@ def cycles(rank: int, world: int) -> list[int]:
             dist.all_reduce(tensor)
         if turn % 2:
             assert all(bool((tensor == world * (world + 1) / 2).all()) for tensor in tensors)
-        # Without a wait: queued calls still use them.
+        # Dropped without a wait, while queued calls still use them.
         del memory, tensors, tensor
         is_free_again(before)
         found.append(free())

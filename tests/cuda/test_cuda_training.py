@@ -27,7 +27,7 @@ def new_model(hidden: int) -> nn.Sequential:
 
 
 def train(model: nn.Module, rank: int) -> list[float]:
-    """Each rank on its own data; the losses of this rank."""
+    """Trains each rank on its own data; returns the losses of this rank."""
     # Not Adam, which turns pure rounding errors of gradients into full steps.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
     numbers = torch.Generator().manual_seed(10 + rank)

@@ -115,7 +115,7 @@ def counted(rank: int, world: int) -> None:
         ("all_reduce", lambda: dist.all_reduce(wide), everyone),
         ("all_reduce of integers", lambda: dist.all_reduce(wide.view(torch.int32)), everyone),
         ("reduce", lambda: dist.reduce(wide, 0), everyone),
-        # With several other ranks, each stores the data that the root sends it through staging directly to the rest.
+        # Each of several other ranks gets a part from the root through staging, and stores it directly on the rest.
         ("broadcast", lambda: dist.broadcast(wide, 0), [0, *everyone[1:]] if world > 2 else everyone),
         ("broadcast from ordinary memory", lambda: dist.broadcast(ordinary if rank == 1 else wide, 1), from_ordinary),
         (

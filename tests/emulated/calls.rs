@@ -6,7 +6,7 @@ use symm::dtype::{DType, ReduceOp, SumOrder};
 use symm::kernels::cpu::{self, InputElements, WriteMode};
 use symm::rank::Rank;
 
-/// xorshift.
+/// A xorshift generator.
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
@@ -21,7 +21,7 @@ impl Random {
         choices[self.below(choices.len())]
     }
 
-    /// Mostly short.
+    /// Returns a number of bytes, a multiple of `unit` and mostly small.
     pub(crate) fn bytes(&mut self, unit: usize) -> usize {
         let end = self.of(&[1, 40, 40, 700, 700, 6000, 20_000, 60_000]);
         self.below(end) / unit * unit
@@ -43,7 +43,7 @@ impl Tensors {
             state ^= state << 13;
             state ^= state >> 7;
             state ^= state << 17;
-            // Small floats of either sign in every format, no NaN: half of them positive.
+            // Any byte: floats of either sign and of any size, and also NaN.
             (state >> 33) as u8
         };
         let mut fill = |bytes: usize| {
@@ -103,7 +103,7 @@ pub(crate) struct Case {
     pub(crate) dtype: DType,
     pub(crate) reduce_op: ReduceOp,
     pub(crate) root: usize,
-    /// Number of elements in the message, or in each pair's message.
+    /// Number of elements in the message, or in the message between each pair of ranks.
     pub(crate) count: usize,
     pub(crate) uneven: bool,
     pub(crate) shift: usize,
@@ -117,7 +117,7 @@ impl Case {
         count * self.dtype.size()
     }
 
-    /// Lengths of the inputs and outputs of `me` of `n`.
+    /// Lengths of the inputs and outputs of rank `me` in a group of `n` ranks.
     pub(crate) fn lengths(&self, me: usize, n: usize) -> (Vec<usize>, Vec<usize>) {
         let one = self.count * self.dtype.size();
         let root = me == self.root;

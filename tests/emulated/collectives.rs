@@ -75,7 +75,7 @@ fn run(n: usize, cases: &[Case], rounds: usize) -> HashMap<&'static str, usize> 
     served
 }
 
-/// Every collective in sizes for every algorithm, in a mixed order.
+/// Every collective, in sizes that select every algorithm, in a mixed order.
 fn mixture(counts: &[usize]) -> Vec<Case> {
     let mut cases = Vec::new();
     for (i, &count) in counts.iter().enumerate() {
@@ -155,7 +155,7 @@ fn small_calls_by_the_hundred() {
 }
 
 /// Two calls at once on two channels, started in a different order on each rank, on a device that
-/// fits little more than one.
+/// has room for little more than one of them.
 #[test]
 fn calls_that_do_not_fit_on_the_device_together_get_by() {
     let tuning = CudaThresholds {

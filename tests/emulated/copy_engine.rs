@@ -72,7 +72,7 @@ fn run_stream(
     }
 }
 
-/// Runs `call` of rank `me` as its launch `number`.
+/// Runs `call` on rank `me` as launch `number` of that rank.
 fn run(host: &Host, me: usize, number: u64, call: &CallSpec<'_>, direct: Option<&[DirectPeer]>) {
     call.validate(Rank(me as u32), host.n).expect("a valid call");
     assert!(copy_engine::serves(call, host.n), "{:?}", call.op);
@@ -85,8 +85,8 @@ fn run(host: &Host, me: usize, number: u64, call: &CallSpec<'_>, direct: Option<
     });
 }
 
-/// Runs `cases` back to back on every rank, with a call of kernels, which use the same slots, after
-/// every other one.
+/// Runs `cases` back to back on every rank. After every second case the ranks make a call that uses
+/// kernels, which use the same slots.
 fn staged(n: usize, cases: &[Case]) {
     let order = cases.first().map_or(SumOrder::Rank, |case| case.order);
     let host = Host::with_tuning(n, tuning(n)).summing(order);
@@ -179,13 +179,14 @@ fn staged_calls_of_more_ranks() {
     staged(8, &mixture(&[2500], DType::I32, ReduceOp::Max, SumOrder::Rank));
 }
 
-/// Random bytes of small integers, and room for a gathered output.
+/// A rank's input of small random integers, and its output, with room for a gathered result.
 struct Flat {
     input: Vec<u8>,
     output: Vec<u8>,
 }
 
-/// What an earlier rank does about the message of a later one.
+/// The address at which a rank expects the message of a rank that launches later: none, the right
+/// one or a wrong one.
 #[derive(Clone, Copy, PartialEq)]
 enum Expects {
     Nothing,
@@ -194,7 +195,8 @@ enum Expects {
 }
 
 /// Gathers and all-reduces from tensor to tensor, in place and not, in any order of the ranks, with
-/// right and wrong expectations. The last rank's output need not be consecutive.
+/// right and wrong expectations. In a gather that is not in place, the rank that launches last has
+/// its outputs in reverse order.
 #[test]
 fn direct_calls() {
     for n in [2, 3, 4] {

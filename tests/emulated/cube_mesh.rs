@@ -71,7 +71,7 @@ fn elements(dtype: DType, op: ReduceOp, count: usize, seed: u64) -> Vec<u8> {
     const FINITE: [f32; 6] = [1e30, -1e30, 1.0, 3.0e-39, -0.0, -1.000_001];
     let mut random = Random((seed + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
     let mut number = || match random.below(1 << 40) {
-        // The first of equal values stays.
+        // The minimum of 0 and -0 is the first of them, so its sign reveals the order.
         chance if op == ReduceOp::Min => [0.0, -0.0][chance % 2],
         // Only a few NaNs, because they would hide everything else.
         chance if chance.is_multiple_of(64) => [f32::NAN, f32::INFINITY][chance / 64 % 2],

@@ -42,7 +42,7 @@ struct Thread {
   u32 votes;
   // The token that `arrive_cluster` leaves for `wait_cluster`.
   std::optional<std::barrier<>::arrival_token> arrived;
-  // xorshift; 0 for a launch without pauses.
+  // State of a xorshift generator; 0 in a launch without pauses.
   u64 state;
 };
 static thread_local Thread self;

@@ -41,7 +41,7 @@ impl Heap {
         }
     }
 
-    /// Returns the address at which `rank` has it mapped.
+    /// Returns the address at which `rank` has this memory mapped.
     pub(crate) fn seen_by(&self, rank: usize) -> usize {
         self.views[rank]
     }

@@ -45,11 +45,12 @@ pub(crate) struct Host {
     /// Each rank's symmetric memory; without it, calls are not zero-copy.
     pub(crate) heaps: Vec<Heap>,
     reachable: Vec<Box<dyn Fn(Span) -> bool + Send + Sync>>,
-    /// If set, launches along its edges reach only neighbours: `guard` replaces all other ranks.
+    /// If set, launches along its edges reach only neighbours: `guard` replaces the memory of all
+    /// other ranks.
     mesh: Option<CubeMesh>,
     guard: Vec<u128>,
     longest: AtomicU64,
-    /// Order in which its kernels sum.
+    /// Order in which the kernels of this group sum.
     order: SumOrder,
 }
 
@@ -105,7 +106,7 @@ impl Host {
         Self { mesh: Some(mesh), guard, ..host }
     }
 
-    /// Makes its kernels sum in `order`.
+    /// Makes the kernels of this group sum in `order`.
     pub(crate) fn summing(self, order: SumOrder) -> Self {
         Self { order, ..self }
     }
@@ -138,7 +139,7 @@ impl Host {
                 memory.units[offset / 16..][..bytes / 16]
                     .fill(0xffff_fffd_ffff_fffd_ffff_fffd_ffff_fffd);
             }
-            // Two words for each rank, then the base.
+            // `CopyWords`: two words for each rank, then the base.
             let words = layout.copy_words() / 16;
             memory.units[words..][..MAX_RANKS / 2].fill(0xffff_fffd_ffff_fffd_ffff_fffd_ffff_fffd);
             memory.units[words + MAX_RANKS / 2] = 0xffff_fffd;
@@ -194,8 +195,8 @@ impl Host {
         CommonArgs { peer, stop, report, timeout: self.timeout.as_nanos() as u64, call }
     }
 
-    /// The context of launch `number`. Sends and receives, which may always find offers, have no
-    /// `call`.
+    /// The context of launch `number`. `call` is `None` for sends and receives, which may always
+    /// find offers.
     pub(crate) fn context(
         &self,
         me: usize,

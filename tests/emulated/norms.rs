@@ -62,7 +62,7 @@ impl Tensors {
     fn call(&self, norm: &Norm) -> CallSpec<'static> {
         let spans = |data: &[Vec<u8>], numbers: usize| {
             let of = |(i, data): (usize, &Vec<u8>)| {
-                // 32-bit numbers are aligned.
+                // Tensors from index `numbers` on hold 32-bit scales, which are aligned.
                 let shift = if i >= numbers { self.shift.next_multiple_of(4) } else { self.shift };
                 Span { addr: data.as_ptr() as usize + shift, bytes: data.len() - shift }
             };
@@ -105,7 +105,7 @@ fn expected(order: SumOrder, norm: &Norm, ranks: &[Tensors]) -> Vec<Vec<u8>> {
         sum: call.outputs[1].ptr(),
         scales: call.outputs.get(2).map_or(std::ptr::null_mut(), |scales| scales.ptr()),
     };
-    // SAFETY: all have the rows of `norm`.
+    // SAFETY: all tensors have the rows of `norm`.
     unsafe { cpu::add_rms_norm(norm, norm.rows, &memory) };
     wanted.outputs
 }

@@ -32,7 +32,7 @@ type Key = (String, Vec<String>);
 
 impl Program {
     /// Builds the kernels of `src/kernels/cuda/{path}.cu`, or of `{path}.cu` if `path` starts with
-    /// `tests/`. Compiled once per process.
+    /// `tests/`. A process compiles each program once.
     ///
     /// # Panics
     /// With the compiler's output, if compilation fails.
@@ -104,7 +104,7 @@ impl Program {
             )
         };
         assert_eq!(size, args.len() as u64, "bytes of arguments of {kernel} in {}", self.name);
-        // With the alignment of a kernel's arguments.
+        // A copy with the alignment of a kernel's arguments.
         let mut aligned = vec![0u128; args.len().div_ceil(16)];
         // SAFETY: `aligned` has at least as many bytes as `args`.
         unsafe {
@@ -159,7 +159,7 @@ fn standard(root: &Path) -> &'static Path {
                 .arg(header.with_extension("hpp.gch"))
                 .status();
             assert!(status.is_ok_and(|status| status.success()), "standard.hpp does not compile");
-            // Renamed as a whole; another process may have been first.
+            // The complete folder is renamed; this fails if another process was first.
             let _ = std::fs::rename(made.keep(), &folder);
         }
         folder.join("standard.hpp")
@@ -193,8 +193,8 @@ fn compile(path: &str, defines: &[String]) -> Library {
     unsafe { Library::new(&object) }.unwrap_or_else(|error| panic!("{}: {error}", object.display()))
 }
 
-/// The input of rank or node `giver`, in units for alignment: floats between -2 and 2, any bits of
-/// integers.
+/// The input of rank or node `giver`, in units so that it is aligned: floats between -2 and 2, or
+/// integers of any bits.
 pub(crate) fn numbers(giver: usize, bytes: usize, dtype: DType) -> Vec<u128> {
     let mut state = 0x9e37_79b9_7f4a_7c15 ^ (giver as u64 + 1);
     let mut random = move || {
@@ -212,7 +212,7 @@ pub(crate) fn numbers(giver: usize, bytes: usize, dtype: DType) -> Vec<u128> {
         } else if dtype == DType::BF16 {
             ((number as f32).to_bits() >> 16).to_le_bytes()[..2].to_vec()
         } else if dtype == DType::F16 {
-            // Any bits below 2.
+            // The bits of any number between -2 and 2.
             ((random() as u16) & 0xbfff).to_le_bytes().to_vec()
         } else {
             random().to_le_bytes()[..dtype.size()].to_vec()

@@ -29,8 +29,8 @@ struct Request {
 /// The action of a rank in one step of a random program.
 enum Act {
     Collective(CallSpec<'static>),
-    /// `apart`: the sends are in one launch, and the receives in another that runs at the same
-    /// time.
+    /// `apart` is true if the sends are in one launch, and the receives in another that runs at the
+    /// same time.
     Transfers {
         sends: Vec<(usize, Span)>,
         receives: Vec<(usize, Span)>,
@@ -436,7 +436,7 @@ fn a_rank_that_never_comes_leaves_symmetric_memory_untouched() {
             }
         });
         assert!(host.longest() < Duration::from_secs(60), "{op:?}: {:?}", host.longest());
-        // The root of a broadcast has finished once its chunks fit into slots.
+        // The root of a broadcast does not time out: it finishes once its chunks are in slots.
         let needs_all = |me: &usize| {
             !matches!(
                 &scene.acts[*me],

@@ -12,7 +12,7 @@ fn factor(rank: usize) -> f64 {
     [0.1, -1.5, 3.0, 1e-3, 0.5, -7.0, 1.0, 1e4][rank % 8]
 }
 
-/// The bit patterns at which a number's meaning changes, in the size of one part of an element.
+/// The bit patterns at which a number's meaning changes; for complex types, those of one part.
 fn special(dtype: DType) -> Vec<u64> {
     // Infinity if the format has it, the number below it and the NaNs above; the least normal; one.
     let (infinity, least_normal, one): (u64, u64, u64) = match dtype {
@@ -193,7 +193,7 @@ tests! {
     eight_ranks: check_all(8),
 }
 
-/// The headers that kernels include: the type and operation of the compilation.
+/// Tests kernels that are compiled for one type and operation.
 #[test]
 fn the_chosen_pair() {
     for (dtype, op) in [

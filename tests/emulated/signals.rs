@@ -164,7 +164,7 @@ tests! {
     barriers_of_eight_ranks: barriers(8, 20),
 }
 
-/// Other kernels exchange the words by compare-exchange.
+/// Other kernels may change the words of the same slot by compare-exchange.
 #[test]
 fn a_slot_is_shared_with_whoever_swaps_its_words() {
     let host = &Host::new(2, PATIENCE);
@@ -193,7 +193,7 @@ fn a_slot_is_shared_with_whoever_swaps_its_words() {
     assert!(host.is_well());
 }
 
-/// Runs `signal` of each of `ranks`; returns the report of each.
+/// Runs `signal` on each of `ranks`, where it must time out; returns their reports.
 fn give_up(host: &Host, ranks: &[usize], signal: Signal, slot: u32) -> Vec<Option<SignalTimeout>> {
     let begun = Instant::now();
     std::thread::scope(|scope| {

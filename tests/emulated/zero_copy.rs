@@ -47,8 +47,8 @@ fn all_to_all(
     )
 }
 
-/// A group as on GPUs, except for lanes and threads: shorter messages use LL lines and take no part
-/// in the handshake.
+/// A group with the thresholds of GPUs, but fewer lanes and threads: shorter messages use LL lines
+/// and take no part in the handshake.
 fn host() -> Host {
     let mut host = Host::with_tuning(
         RANKS,

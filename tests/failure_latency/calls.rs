@@ -58,7 +58,7 @@ fn ends(
             barrier(group, Some(Duration::from_secs(20))).expect("both are here");
             if rank == 1 {
                 *began.lock().expect("not poisoned") = Some(other(group));
-                // Ends an endless wait as well, with another error.
+                // After `PATIENCE` the abort ends an endless wait, with an error of another kind.
                 if over.lock().expect("not poisoned").recv_timeout(PATIENCE)
                     == Err(RecvTimeoutError::Timeout)
                 {

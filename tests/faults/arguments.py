@@ -22,7 +22,7 @@ TIMEOUT_S = 2.0
 REFUSED = ("ValueError", "TypeError", "NotImplementedError", "RuntimeError")
 #: Exceptions that the ranks may see if the call of only one was rejected.
 REPORTED = (*REFUSED, "SymmMismatchError", "SymmPeerError", "DistBackendError", "SymmTimeoutError")
-#: Exceptions if torch itself rejected it.
+#: Exceptions if torch itself rejected the call.
 UNTOLD = ("TypeError", "SymmTimeoutError")
 
 Body = Callable[[int], object]
@@ -108,8 +108,8 @@ def exchanged(elements: int, *splits: list[int]) -> None:
     dist.all_to_all_single(torch.ones(elements), torch.ones(elements), *splits)
 
 
-#: The call of each argument, which returns true if its result is right, and what the ranks may see. A call that cannot
-#: be right returns something else, and must raise: a RuntimeError only as a rejection.
+#: For each argument, the call, which returns true if its result is right, and the results that ranks may see. A call
+#: that cannot be right returns something else, so it must raise.
 ARGUMENTS: dict[str, tuple[Body, tuple[str, ...]]] = {
     "strided slice": (strided, SERVED),
     "columns of a matrix": (columns, SERVED),

@@ -153,8 +153,8 @@ class Death:
     wait: str = "all_reduce"
     end: str = "killed"
     victim: int = 1
-    #: True if it exits in a thread while it makes the same calls itself; otherwise it exits while the others wait in
-    #: theirs.
+    #: True if a thread of the victim ends the process while the victim makes the same calls as the others. Otherwise
+    #: the victim makes no call, and exits while the others wait.
     inside: bool = False
     count: int = 1000
     #: The child that outlives the rank: "" for none, a forked "child", or a "program" that it has started.

@@ -200,7 +200,7 @@ def disagree(
 
     def checked() -> bool:
         answer = call()
-        # If a rank must raise, only a call that returns true counts as right.
+        # An answer of None counts as right only if the call may succeed.
         return answer is True or (answer is None and right)
 
     saw = stage.observe(checked)

@@ -176,7 +176,7 @@ def _(stage: Stage, rank: int) -> Saw:
     if rank == 2:
         die()
     for members in (None, [0, 2]):
-        if members is None or rank in members:  # torch lets other ranks wait for the members' return from theirs
+        if members is None or rank in members:  # in torch, other ranks would wait until the members have returned
             stage.meet(f"before {members}", rank, (0,))
             saw = stage.observe(lambda members=members: dist.new_group(members, timeout=timedelta(seconds=40)) is None)
             if not saw.raised:

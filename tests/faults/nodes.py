@@ -41,7 +41,7 @@ LEFT_OUT = (
 
 
 def over_nodes(cases: list[Case]) -> list[Case]:
-    """The cases of ``cases`` that run on several nodes, with their promises there, and the multi-node cases."""
+    """The cases of ``cases`` that run on several nodes, with their multi-node promises, and the multi-node cases."""
     both = [_promised(case) for case in cases if case.where == "both" and not case.name.startswith(LEFT_OUT)]
     return both + [case for case in cases if case.where == "nodes"]
 
@@ -49,7 +49,7 @@ def over_nodes(cases: list[Case]) -> list[Case]:
 def _promised(case: Case) -> Case:
     promise = case.promise
     if promise.sees == ("SymmPeerError",):
-        # A failure on another node is reported without the call in progress there.
+        # The report of a failure on another node does not have the call that was in progress on that node.
         says = tuple(what for what in promise.says if what != r"#\d+")
         target = f"< {DEATH_S:g} s on all, rank and pid named; a new group < 1 s"
         return replace(case, promise=replace(promise, within=DEATH_S, says=says), target=target)

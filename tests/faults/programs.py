@@ -234,7 +234,7 @@ def _ends_early(rank: int, place: Path) -> None:
 
 
 def leaves_early(side: str) -> Outcome:
-    """It exits by os._exit: messages between the others must not fail because of it."""
+    """Rank 2 exits by os._exit: messages between the others must not fail because of that."""
     with resource_leaks.fresh_folder() as place:
         processes = [get_context("fork").Process(target=_ends_early, args=(rank, place)) for rank in range(3)]
         for process in processes:

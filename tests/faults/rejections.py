@@ -304,7 +304,7 @@ def corrects(stage: Stage, rank: int) -> Saw:
             if bad := wrong_sum(stage):
                 return bad
             time.sleep(pause)
-            # On a node too busy for a pause to be short, the others may be notified.
+            # On a busy node a short pause may take longer, and then the others may be notified.
             if pause < 0.08 < time.monotonic() - begun:
                 (stage.place / "slow").touch()
         elif pause > 0.08:

@@ -23,8 +23,8 @@ use symm::topo::graph::CubeMesh;
 /// Bytes for the tensors of one rank in one call.
 const ARENA: usize = 64 << 20;
 
-/// A program, zero-copy or not, and the element type and operation for which it is compiled, if it
-/// depends on them.
+/// A program, whether it is zero-copy, and the element type and operation for which it is compiled,
+/// if it depends on them.
 type Key = (&'static Launched, bool, Option<(DType, ReduceOp)>);
 
 struct Rank {
@@ -42,7 +42,7 @@ struct Group<'a> {
     tuning: CudaThresholds,
     stop: PinnedWords,
     cube_mesh: Option<CubeMesh>,
-    /// The ranks (a bit each) whose tensors are symmetric memory, where calls are zero-copy.
+    /// The ranks (a bit each) whose tensors are symmetric memory; `None` if no call is zero-copy.
     symmetric: Option<u32>,
     ranks: Vec<Rank>,
 }
@@ -225,8 +225,8 @@ impl<'a> Group<'a> {
                 .prepare(&device[me], plan)
             })
             .collect();
-        // Loading may wait for all running kernels, which wait for the kernel that is being loaded:
-        // all are loaded first.
+        // Loading a kernel may wait for all running kernels, which wait for the kernel that is
+        // being loaded. So all kernels are loaded before the first one runs.
         let kernels: Vec<_> = launches
             .iter()
             .enumerate()
@@ -361,7 +361,7 @@ fn every_kernel_for_every_number_of_ranks() {
 }
 
 fn every_kernel(device: &Device) {
-    // Under a sanitizer fewer are enough.
+    // Under a sanitizer fewer ranks are enough.
     let most = std::env::var("SYMM_TEST_RANKS")
         .map_or(8, |ranks| ranks.parse().expect("a number of ranks"));
     for n in 2..=most {
@@ -397,7 +397,7 @@ fn every_kernel(device: &Device) {
         }
         group.symmetric = None;
         if n == 8 {
-            // Integers only, because floats are added in a different order there.
+            // Integers only, because a cube mesh adds floats in a different order.
             group.cube_mesh = Some(CubeMesh {
                 quad: [[0, 1, 2, 3], [4, 5, 6, 7]],
                 relay: [5, 4, 7, 6, 1, 0, 3, 2],

@@ -122,15 +122,15 @@ fn variants(program: &'static Program) -> Vec<(Variant, Arch)> {
         let wanted = |world: &u32| match (thorough, all_worlds) {
             (true, true) => true,
             (true, false) if first => FEW_WORLDS.contains(world),
-            // The extremes: what depends on the elements and on a number in between depends on each
-            // alone.
+            // Only the extremes for other element types: the effect of an element type does not
+            // depend on the numbers in between.
             (true, false) => [WORLDS.start(), WORLDS.end()].contains(&world),
             (false, true) => FEW_WORLDS.contains(world),
             (false, false) => world == WORLDS.end(),
         };
         for world in WORLDS.filter(wanted) {
-            // The last rank, where the order of visits wraps around; with one element type, unless
-            // all numbers of ranks are requested.
+            // Also the last rank, where the order of visits wraps around: for one element type, or
+            // for every type if all numbers of ranks are requested.
             let wraps = thorough && FEW_WORLDS.contains(&world) && (all_worlds || first);
             let ranks = if wraps { vec![0, world - 1] } else { vec![0] };
             let handshakes: &[bool] = if mentions(program.text, "#ifdef SYMM_ZERO_COPY") {
@@ -177,7 +177,8 @@ fn parse(log: &str) -> Vec<Needs> {
     kernels
 }
 
-/// Everything compiled, once for all tests; `None`, with a message, without a compiler.
+/// Compiles everything once for all tests. Without a compiler it prints a message and returns
+/// `None`.
 fn outcomes() -> Option<&'static [Outcome]> {
     if Config::get().nvrtc.is_none() {
         // Not eprintln, because the test harness would capture it.
@@ -186,7 +187,7 @@ fn outcomes() -> Option<&'static [Outcome]> {
     }
     static ALL: OnceLock<Vec<Outcome>> = OnceLock::new();
     Some(ALL.get_or_init(|| {
-        // Processes, not threads: the compiler holds a lock of its process.
+        // Processes, not threads, because the compiler holds a lock for its whole process.
         let parts = std::thread::available_parallelism().map_or(1, usize::from);
         let folder = tempfile::tempdir().unwrap();
         let file = |part: usize| folder.path().join(part.to_string());

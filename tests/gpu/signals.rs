@@ -123,7 +123,7 @@ fn captured(members: &[Member], body: impl Fn()) -> Vec<sys::CUgraphExec> {
         .unwrap();
     }
     body();
-    // Does not invalidate a capture.
+    // These calls do not invalidate a capture.
     members[0].signals.clear(members[0].seen.address(), members.len()).unwrap();
     drop(members[0].signals.table(&[1, 2, 3]).unwrap());
     let end = |member: &Member| {
@@ -154,8 +154,8 @@ fn signals_order_streams_and_replay() {
 }
 
 fn order_and_replay() {
-    // Not more: ranks whose streams share one of the GPU's eight queues would wait for each other
-    // there.
+    // At most 4 ranks: with more, streams would share the GPU's eight queues, in which their ranks
+    // would wait for each other.
     for n in 2..=4 {
         let members = members(n);
         for byte in 1..50 {
@@ -194,7 +194,7 @@ fn one_barrier_at_a_time(n: u32) {
     check_seen(&members, 0);
 }
 
-/// Only rank 1 is in a barrier: it names all others, and the next caller gets the error.
+/// Only rank 1 calls a barrier: the error names all other ranks, and the next call raises it.
 fn late(members: &[Member]) {
     let pads = pads(members);
     // A second user of the same group.

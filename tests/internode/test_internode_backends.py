@@ -27,7 +27,7 @@ def plain(store: Any, rank: int, size: int, timeout: Any) -> Any:
 
 
 def extended(options: Any, chosen: Any) -> Any:
-    """The same, registered by the longer interface."""
+    """Gloo under a different name, registered by torch's longer interface for plug-ins."""
     assert chosen is None and options.group_id and options.global_ranks_in_group == list(range(options.group_size))
     made.append("extended")
     return distributed_c10d.ProcessGroupGloo(
@@ -144,7 +144,7 @@ def test_a_backend_of_a_python_class_gives_the_bits_of_gloo() -> None:
 
 
 def default_group(rank: int, world_size: int, choice: str) -> None:
-    """Chosen by the environment, which also applies to later groups."""
+    """The environment chooses the backend, also for later groups."""
     os.environ.update(SYMM_INTER_NODE_BACKEND=choice, SYMM_TEST_NODE="ab"[rank // 2], GLOO_SOCKET_IFNAME="lo")
     register()
     ranks.init(rank, world_size)

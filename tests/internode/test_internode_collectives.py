@@ -130,7 +130,7 @@ def every_op(rank: int, world: int, layout: Sequence[int], dtypes: Sequence[torc
     for op, dtype in [(op, dtype) for op, dtype in SERVED if dtype in dtypes]:
         once = long_inputs(dtype, PERIOD, world)[rank], long_sum(two_level(layout), op, dtype, PERIOD, world)
         own, wanted = (each.repeat(-(-LENGTHS[-1] // PERIOD)) for each in once)
-        # The longest one repeats the turns of the one before, so with one op for each type.
+        # The longest tensor only takes more pipeline steps than the one before, so one op for each type is enough.
         for length in LENGTHS if op == "SUM" else LENGTHS[:-1]:
             dist.all_reduce(got := own[:length].clone(), expected.op_of(op, FACTORS[rank]))
             expected.assert_same(got, wanted[:length], (op, dtype, length))

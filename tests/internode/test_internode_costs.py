@@ -61,7 +61,7 @@ def plans(rank: int, world_size: int) -> None:
     assert dtensor.redistribute_cost(across, full) > 3 * dtensor.redistribute_cost(inside, full)
     dtensor.enable_cost_model(network=(1.25, 100.0))
     try:
-        # The costs differ only within a node: one of the two moves the data there.
+        # The operands differ only in their shards within a node, so one of them is redistributed within the nodes.
         moved = spec(Shard(0), Shard(1)) + spec(Shard(0), Shard(0))
         assert moved.placements[0] == Shard(0), f"what lies on other nodes stays there: {moved.placements}"
         assert torch.equal(moved.full_tensor(), whole + whole)

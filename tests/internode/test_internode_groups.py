@@ -55,7 +55,7 @@ def other_members(rank: int, world_size: int) -> None:
             for word in ("disagree on the members of group", "its rank 0 lists", str(here), "its rank ", str(there)):
                 assert word in str(refused.value), refused.value
         else:
-            # Its groups keep their numbers.
+            # This rank does not make the group, but must number later groups as the others do.
             dist.distributed_c10d._world.group_count += 1
     assert total() == 10
 
@@ -201,7 +201,7 @@ def test_nodes_that_did_not_meet_in_time_meet_at_the_next_attempt() -> None:
 
 
 def test_a_forked_child_reads_its_own_settings() -> None:
-    # The parent reads them here at the latest.
+    # This call makes the parent read its settings, if it has not read them before.
     torch_symm.dump_trace()
     members = run_nodes(lambda rank, world_size: dist.get_process_group_ranks(torch_symm.intra_node_group()), (1, 1))
     assert list(members) == [[0], [1]]
@@ -258,7 +258,7 @@ def forks(rank: int, world_size: int) -> None:
         ]
         for use in own_errors:
             assert in_a_child(use) not in ("hangs", "returned")
-        # These calls answer, or do nothing.
+        # These calls return normally in a child.
         for use in (reduced.is_completed, received.is_completed, backend.abort, dist.destroy_process_group):
             assert in_a_child(use) == "returned"
         assert not any("symm-monitored" in key for key in ranks.file_store("default", world_size).list_keys())
@@ -378,7 +378,7 @@ def messages_leave_nothing(rank: int, world_size: int) -> None:
         dist.recv(torch.empty(count), peer, group=group)
         assert work is not None
         work.wait()
-    # This message gets no answer.
+    # This message goes only in one direction.
     dist.send(torch.ones(3), 3, group=group) if rank == 0 else dist.recv(
         torch.empty(3), 0, group=group
     ) if rank == 3 else None

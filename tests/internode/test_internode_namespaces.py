@@ -164,7 +164,7 @@ def test_the_node_whose_cable_is_out_is_named_by_all_others(tmp_path: Path, layo
             missed = lost if node != lost else 0 if lost else next(other for other in (1, 2) if f'"h{other}"' in text)
             check_silent(layout, missed, text)
             assert 3.9 < heard - cut < 7, f"{heard - cut:.2f} s: {text}"
-        # They are containers of one machine, as one rank reports.
+        # The nodes are containers of one machine; exactly one rank reports this.
         other = layout[0]
         advice = (
             rf"ranks 0 and {other} run in different containers of one node .* start the containers with .*--network="

@@ -1,4 +1,4 @@
-"""torch.ops.symm.all_reduce_add_rms_norm on several nodes has the bits of an all-reduce there, followed by the norm."""
+"""torch.ops.symm.all_reduce_add_rms_norm on several nodes has the bits of the group's all-reduce and a norm."""
 
 from __future__ import annotations
 

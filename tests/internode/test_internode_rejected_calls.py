@@ -40,7 +40,7 @@ def corrects_later(rank: int, world_size: int) -> None:
         if between == "barrier":
             dist.barrier()
         elif between == "receive":
-            # With a different tag: rank 2 is not notified that rank 0 has started it.
+            # A receive with a different tag: rank 2 is not notified that rank 0 has started it.
             if rank == 0:
                 work = dist.irecv(torch.ones(1), 2, tag=100 + turn)
             ranks.meet(f"begun-{turn}", rank, world_size)
@@ -51,7 +51,7 @@ def corrects_later(rank: int, world_size: int) -> None:
             dist.send(torch.ones(1), 2)
         elif rank == 2:
             dist.recv(torch.ones(1), 1)
-        # It waits for more than a chunk, because then a send also needs its receive.
+        # Rank 2 waits in a message of more than a chunk, because only such a send needs its receive.
         long = torch.full((1 << 20,), float(rank))
         if rank == 0:
             time.sleep(0.2)

@@ -34,7 +34,7 @@ Program = Callable[[int, int], list[float]]
 
 
 def network() -> nn.Sequential:
-    """A network whose sizes are no multiples of the number of ranks, except the size that tensor parallelism cuts."""
+    """A network whose sizes the number of ranks does not divide, except the size that tensor parallelism cuts."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(WIDTH, 132), nn.GELU(), nn.Linear(132, 67), nn.GELU(), nn.Linear(67, 1))
 

@@ -52,7 +52,7 @@ def test_all_ranks_find_the_same_and_it_is_written(layout: tuple[int, ...], tmp_
 
 
 def sent(rank: int, world_size: int) -> int:
-    """The transfers of a call of one megabyte on this rank's rail."""
+    """Number of transfers on this rank's rail in a call of one megabyte."""
     before = torch_symm.stats()["inter_node"]["default"].get(f"gloo rail {rank % 2}", {}).get("transfers", 0)
     tensor = torch.full((1 << 18,), float(rank))
     dist.all_reduce(tensor)

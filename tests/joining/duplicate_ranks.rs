@@ -62,8 +62,8 @@ fn a_record_counts_as_long_as_its_process_lives() {
     let outcomes = threads(0..2, |rank| join(&store, &spec("g", rank, 2, LONG)));
     assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
 
-    // The record of an exited process: a new process of the same rank replaces it, and the other
-    // ranks wait for that.
+    // The record of an exited process: a new process of the same rank replaces the record, and the
+    // other ranks wait for the new record.
     child.kill().unwrap();
     child.wait().unwrap();
     record["start_time"] = json!(start_time);
@@ -90,7 +90,7 @@ fn a_record_counts_as_long_as_its_process_lives() {
         assert!(store.is_empty());
     }
 
-    // No process replaces it: the error at the deadline names it.
+    // No process replaces the record: the error at the deadline names the record's process.
     let store = MemoryStore::new();
     put(&store, 1, &record);
     let outcome = join(&store, &spec("g", 0, 2, SHORT));
@@ -99,7 +99,7 @@ fn a_record_counts_as_long_as_its_process_lives() {
         format!("; rank 1 (pid {}) had come before this rank, and has ended since", child.id());
     assert!(error(&outcome).message.ends_with(&expected), "{outcome:?}");
 
-    // The error has the exit reason.
+    // If the record has a failure, the error has the failure's text.
     let store = MemoryStore::new();
     record["failure"] = json!({ "kind": ErrorKind::Config as u8, "message": "no room here" });
     put(&store, 1, &record);
@@ -122,7 +122,7 @@ fn a_place_counts_as_long_as_a_living_process_keeps_it() {
     let pair = || threads(0..2, |rank| join(&store, &placed(rank, LONG)));
 
     let listener = sys::socket::listen_at(&name, 1).unwrap();
-    // More often than the queue of the listener has entries.
+    // More attempts than the queue of the listener has entries.
     for _ in 0..4 {
         let started = Instant::now();
         let outcome = join(&store, &placed(1, LONG));
@@ -196,7 +196,7 @@ fn unidentified_peers_neither_enter_nor_stall() {
         let name = record["socket"].as_str().unwrap();
         let silent: Vec<OwnedFd> = (0..100)
             .map_while(|_| {
-                // As many as the queue can hold while rank 0 waits for the store.
+                // As many connections as the queue can hold while rank 0 waits for the store.
                 let socket = socket(SocketFlags::NONBLOCK);
                 let address = SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap();
                 rustix::net::connect(&socket, &address).is_ok().then_some(socket)

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::time::Duration;
 
-/// The calls that no other process can observe, or that only pass time; they are not steps.
+/// The system calls that no other process can observe or that only wait; they are not steps.
 const QUIET: [libc::c_long; 19] = [
     libc::SYS_brk,
     libc::SYS_munmap,
@@ -37,7 +37,7 @@ const QUIET: [libc::c_long; 19] = [
 const NOTIF_RECV: libc::Ioctl = 0xc050_2100u32 as libc::Ioctl;
 const NOTIF_SEND: libc::Ioctl = 0xc018_2101u32 as libc::Ioctl;
 
-/// Returns true if the kernel allows this to the process.
+/// Returns true if the kernel lets this process install such a filter.
 pub(crate) fn offered() -> bool {
     let mut sizes = [0u16; 3];
     // SAFETY: the operation writes three words of two bytes.
@@ -50,13 +50,13 @@ pub(crate) fn offered() -> bool {
 #[derive(Clone)]
 pub(crate) struct Steps(Arc<AtomicU64>);
 
-/// Set to this, no step is the last one.
+/// The value of the counter with which no step is the last one.
 const SAFE: u64 = u64::MAX;
 
 impl Steps {
-    /// Counts the calling thread's steps from here. Before the `last`-th, from 1, the process is
-    /// killed, and the monotonic time of that is written to `died`. The filter cannot be removed;
-    /// fails if the kernel rejects it.
+    /// Counts the calling thread's steps from here, starting at 1. Before step `last` it writes the
+    /// monotonic time to `died` and kills the process. The filter cannot be removed; fails if the
+    /// kernel rejects it.
     pub(crate) fn until(last: u64, died: File) -> Result<Self> {
         let left = Arc::new(AtomicU64::new(last));
         // Not a channel: once the filter is active, waking its receiver would wait for the

@@ -66,7 +66,7 @@ fn handed(
     fd: Option<BorrowedFd<'_>>,
 ) -> symm::error::Error {
     let store = MemoryStore::new();
-    // A record of a rank 0 of this process that has timed out; another listener takes its address.
+    // Rank 0 times out and leaves its record; a copy gets the address of another listener.
     join(&store, &spec(0, Duration::from_millis(1))).expect_err("alone");
     let mut forged = record(&store);
     let name = format!("symm-test-{}-{number}", std::process::id());

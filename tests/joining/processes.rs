@@ -96,8 +96,8 @@ fn rank_process() {
     let before = required::descriptors().1;
     let limit = getrlimit(Resource::Nofile);
     if let Some(spare) = role.spare {
-        // The limit is on the largest number, and a number above the first free one may have been
-        // inherited.
+        // The limit applies to the number of a descriptor, not to the count, and this process may
+        // have inherited numbers above the first free one.
         let first_free = std::fs::File::open("/dev/null").unwrap().as_raw_fd() as u64;
         let current = Some(first_free + spare as u64);
         setrlimit(Resource::Nofile, Rlimit { current, ..limit }).unwrap();
@@ -261,7 +261,7 @@ fn a_rank_killed_while_it_waits_for_the_memory_is_named_at_once() {
     for victim in [0, 2] {
         let mut job = Job::new(&format!("kill-waiting-{victim}"));
         for rank in 0..4 {
-            // Rank 3 delays the others between its record and its connection.
+            // Rank 3 sleeps between its record and its connection, which delays the others.
             let sleep_ms = if rank == 3 { 1500 } else { 0 };
             job.start(&Role { sleep_ms, timeout_ms: 10_000, ..job.role(rank) });
         }
@@ -403,7 +403,7 @@ fn too_few_descriptors_are_named_by_all() {
         for (rank, report) in reports {
             let case = format!("rank {rank}, {spare} spare on rank {victim}: {report:?}");
             if spare == 0 {
-                // It cannot even determine the kernel version.
+                // The victim cannot even determine the kernel version.
                 let expected =
                     format!("rank {victim} (pid {pid}) cannot join group \"g\" of 4 ranks: /proc/");
                 assert!(

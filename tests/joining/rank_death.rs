@@ -77,7 +77,7 @@ impl Held {
         }
     }
 
-    /// Returns the resources in excess of this, once threads have had a moment to end.
+    /// Returns the resources in excess of `self`, once threads have had a moment to end.
     fn left(self) -> String {
         let give_up = Instant::now() + Duration::from_secs(2);
         loop {
@@ -247,8 +247,8 @@ fn killed_at(victim: u32, last: u64) -> bool {
         );
         let named = report.message.contains(&format!("rank {victim} (pid {pid})"));
         if report.kind == ErrorKind::Timeout as u8 {
-            // Either no rank saw the victim, or its record is older than some of the others and so
-            // counts as a leftover.
+            // Either no rank saw the victim, or the victim's record is older than some other rank's
+            // call and so counts as a leftover.
             assert!(report.message.contains(&format!("rank {victim}")), "{case}");
             // On a busy node the victim may start after the others timed out. A rank that waited a
             // second longer must name it.

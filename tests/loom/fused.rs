@@ -65,7 +65,7 @@ enum Op {
     Scatter,
 }
 
-/// The value that `rank` writes to the workspace in a call for `of`.
+/// The value that `rank` writes to the workspace in a call for rank `of`.
 fn value(call: usize, rank: usize, of: usize) -> u64 {
     (100 * call + 10 * rank + of + 1) as u64
 }

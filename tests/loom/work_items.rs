@@ -1,5 +1,5 @@
-//! WorkItems of a job: one thread claims each and sees the owner's writes, and the owner sees the
-//! results.
+//! Work items of a job: one thread claims each item and sees the owner's writes, and the owner sees
+//! the results.
 
 use super::failure::SixtyFour;
 use super::{Cell, model};
@@ -19,7 +19,7 @@ struct Shared {
 }
 
 impl Shared {
-    /// Processes a piece, if there is one.
+    /// Processes a work item, if one is left.
     fn take(&self) -> bool {
         let Some((job, piece)) = self.pieces.claim() else { return false };
         let (job, piece) = (job as usize, piece as usize);

@@ -48,7 +48,7 @@ def path_without_compilers(folder: Path) -> str:
 
 
 def environment(python: str, torch: str, wheel: Path) -> Path:
-    """Makes a fresh environment with torch ``torch``, as ``"2.15"``, or the newest if that is empty, and the wheel."""
+    """Makes a fresh environment with the wheel and torch of a version such as ``"2.15"``; if empty, the newest."""
     folder = WORK / f"{wheels.version_of(python)}-{torch or 'newest'}"
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([python, "-m", "venv", str(folder)], check=True)

@@ -33,7 +33,7 @@ enum Step {
     Handing(usize),
     Meeting,
     Joined,
-    /// The watcher has reported an exit to it.
+    /// The watcher has reported an exit to this process.
     Told,
     Failed(Cause),
     Dead,
@@ -44,7 +44,7 @@ struct Process {
     number: usize,
     step: Step,
     began: u8,
-    /// Processes whose records it has seen while they were alive.
+    /// Processes whose records this process has seen while they were alive.
     seen: u8,
     /// True if it has replaced a record of an earlier attempt.
     again: bool,
@@ -102,7 +102,7 @@ struct Join {
     missing: Option<usize>,
     /// True if a second process claims to be rank 1.
     twice: bool,
-    /// Seeded faults.
+    /// False seeds a fault, here and in the next field.
     claims_are_checked: bool,
     leader_watches: bool,
 }

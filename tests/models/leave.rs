@@ -71,7 +71,7 @@ struct Leaving {
     deaths: u8,
     /// True if rank 2 makes no call: the others wait until one of them leaves or aborts.
     idle: bool,
-    /// Seeded faults.
+    /// False seeds a fault, here and in the next field.
     first_wins: bool,
     drop_is_told: bool,
 }
@@ -221,8 +221,8 @@ impl Model for Leaving {
             Action::Expire
                 if state.leaver == Thread::Waiting && state.callers[LEAVER] == Thread::Waiting =>
             {
-                // `ControlBlock::fail` returns once a failure is recorded, and the group is left
-                // then.
+                // `ControlBlock::fail` returns once a failure is recorded; then the leaver leaves
+                // the group.
                 state.leaver = if self.drop_is_told && state.claim(LEAVER, self.first_wins) {
                     Thread::Writing(Cause::Dropped)
                 } else {

@@ -26,7 +26,7 @@ pub(crate) fn alone() -> bool {
     if std::env::var(ALONE).is_ok_and(|running| running == test) {
         return true;
     }
-    // Lines on stderr pass through: the harness does not capture lines that bypass it.
+    // Passes stderr through, for lines that bypass the harness, which it does not capture.
     let output = program(test)
         .env(ALONE, test)
         .stderr(Stdio::inherit())

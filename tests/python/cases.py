@@ -26,7 +26,7 @@ Reference = Callable[[str, Sequence[torch.Tensor], Sequence[float]], torch.Tenso
 
 @cache
 def values(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
-    """Random values, the same on every rank. Not to be changed."""
+    """Random values, the same on every rank. Callers must not change them."""
     if count > MANY and dtype in FLOATS:
         generator = torch.Generator().manual_seed(seed)
         return torch.empty(count, dtype=torch.float32).uniform_(-4, 4, generator=generator).to(dtype)
@@ -35,7 +35,7 @@ def values(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
 
 @cache
 def wide(dtype: torch.dtype, count: int, seed: int, world: int) -> torch.Tensor:
-    """``count`` values for each rank: the same values, rotated by its number. Not to be changed."""
+    """``count`` values for each rank: the same values, rotated by its number. Callers must not change them."""
     return torch.cat([rotated(values(dtype, count, seed), taker) for taker in range(world)])
 
 
@@ -46,19 +46,19 @@ def rotated(flat: torch.Tensor, taker: int) -> torch.Tensor:
 
 @cache
 def reduced(reference: Reference, op: str, dtype: torch.dtype, count: int, world: int) -> torch.Tensor:
-    """The reduction of the inputs of all ranks. Not to be changed."""
+    """The reduction of the inputs of all ranks. Callers must not change it."""
     return reference(op, [values(dtype, count, 7 + rank) for rank in range(world)], FACTORS[:world])
 
 
 @cache
 def long_inputs(dtype: torch.dtype, count: int, world: int) -> list[torch.Tensor]:
-    """The inputs of all ranks, with all of the type's precision. Not to be changed."""
+    """The inputs of all ranks, with all of the type's precision. Callers must not change them."""
     return [seeded(dtype, (count,), rank) for rank in range(world)]
 
 
 @cache
 def long_sum(reference: Reference, op: str, dtype: torch.dtype, count: int, world: int) -> torch.Tensor:
-    """Their reduction."""
+    """The reduction of ``long_inputs``."""
     return reference(op, long_inputs(dtype, count, world), FACTORS[:world])
 
 
@@ -70,7 +70,7 @@ def shared() -> Iterator[None]:
         made.cache_clear()
 
 
-#: The number of elements of the memory, and the tensor's position in it. `holds` says how many it can hold.
+#: For a number of elements, the size of the memory in elements; and the tensor in that memory. See also `holds`.
 LAYOUTS: dict[str, tuple[Callable[[int], int], Look]] = {
     "contiguous": (lambda count: count, lambda base: base),
     "offset": (lambda count: count + 1, lambda base: base[1:]),
@@ -131,7 +131,7 @@ class Misaligned:
 class Case:
     """One call on one rank; ``same`` compares.
 
-    ``op``: how it reduces, if it does. ``empty`` and ``empty_result``: make the memory that tensors lie in.
+    ``op``: the reduction, if the call reduces. ``empty`` and ``empty_result``: make the memory of tensors.
     """
 
     rank: int
@@ -198,7 +198,7 @@ class Case:
         before = torch.ones(elements(flat.numel()), dtype=self.dtype)
         part = look(before)
         part.copy_(flat.reshape(part.shape))
-        # A copy on the CPU, too, because there `to` would return the same memory.
+        # Always a copy: on the CPU, `to` would return the same memory.
         base = (empty or self.empty)(before.numel(), dtype=self.dtype, device=self.device).copy_(before)
         return Placed(base, before, look)
 
@@ -226,7 +226,7 @@ def holds(layout: str, count: int) -> bool:
 
 
 class Findings:
-    """The errors in the cases of a sweep, which continues after each: a rank that stops leaves others waiting."""
+    """The errors in a sweep of cases. It continues after an error, because a rank that stops leaves others waiting."""
 
     SHOWN = 12
 

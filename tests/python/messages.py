@@ -328,7 +328,7 @@ def any_server(rank: int, world: int) -> None:
         assert total.tolist() == [world] * 5
 
 
-#: For two or more ranks.
+#: Scenarios for two or more ranks.
 NAMED = (
     all_pairs, early_and_late, to_oneself, all_send_first, ring, tags, one_tag, many_open, kinds, objects,
     beside_collectives, traffic, other_numbers,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-#: Of Inductor in each rank: a pool of compiler processes would only compete for the cores.
+#: Settings of each rank's Inductor: a pool of compiler processes would only compete for the cores.
 QUIET = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
 
 
@@ -32,7 +32,7 @@ def run_program(
         RanksFailedError: a rank raised, or ended with another status than 0.
     """
     path = ROOT / program
-    # As if Python ran it: a program finds the modules beside it.
+    # As when Python runs it, a program finds the modules in its directory.
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     _import(path.read_text())
@@ -74,7 +74,7 @@ def _run(rank: int, processes: int, path: Path, arguments: tuple[str, ...], node
 
 
 def _serve(port: Path, world: int) -> None:
-    """The agent, whose store outlives the ranks' groups."""
+    """Acts as torchrun's agent, whose store outlives the ranks' groups."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     (new := port.with_suffix(".new")).write_text(str(store.port))
     new.rename(port)

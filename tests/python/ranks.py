@@ -60,7 +60,7 @@ def init(rank: int, world_size: int, backend: str = "symm", timeout: float = 60,
 
 
 def backend_of(group: Any = None) -> Any:
-    """What serves the CPU tensors of a group, or of the default group."""
+    """The backend for the CPU tensors of a group, or of the default group."""
     return (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
 
 

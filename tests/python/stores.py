@@ -35,7 +35,7 @@ def _file(place: Path) -> Opener:
 
 
 def _first(master: dist.Store, client: Opener) -> Opener:
-    """Opens the master, which lives as long as a test holds it, and then clients."""
+    """Returns an opener whose first store is the master, which lives while a test holds it, and then clients."""
     opened: list[bool] = []
 
     def open_one() -> dist.Store:

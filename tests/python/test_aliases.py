@@ -83,7 +83,7 @@ def partly_the_same(rank: int, count: int, device: str) -> None:
 
 
 def beside_inputs(rank: int, count: int, device: str) -> None:
-    """The same for calls that run as one: one of them writes memory that another reads."""
+    """Several calls run as one, and one of them writes memory that another reads."""
     room = given(rank, 4 * count).to(device)
     whole = room.clone()
     inputs = [room[3 * count :], room[:count]]
@@ -102,7 +102,7 @@ def beside_inputs(rank: int, count: int, device: str) -> None:
 
 
 def within(rank: int, count: int, device: str) -> None:
-    """A rank's input or output is a part of the others', of another rank's place, too; and not aligned to it."""
+    """An input is a part of the output, or an output of the input: in the place of any rank, or between places."""
     everyone = torch.cat([given(r, count) for r in range(WORLD)])
     for begin in (*range(0, WORLD * count, count), 1):
         room = torch.zeros(WORLD * count, device=device)

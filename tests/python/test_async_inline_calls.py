@@ -102,7 +102,7 @@ def several_groups(rank: int, world: int) -> None:
     short = [torch.full((4,), float(rank)) for _ in range(2)]
     long = [torch.full((100_000,), float(rank)) for _ in range(2)]
     works = []
-    # Each rank starts with another group: a rank that waited for the first one's peers here would wait forever.
+    # Each rank starts with another group: a rank that waited for the peers of its first call here would wait forever.
     for index in (0, 1) if rank == 0 else (1, 0):
         works.append(dist.all_reduce(short[index], group=groups[index], async_op=True))
         works.append(dist.all_reduce(long[index], group=groups[index], async_op=True))

@@ -25,7 +25,7 @@ ROWS = 3
 
 
 class CustomAllreduce:
-    """vLLM's class, by the group that it is given."""
+    """A stand-in for vLLM's class, which reduces over the group that it is given."""
 
     disabled = False
 

@@ -81,7 +81,7 @@ REASONS = {
 
 
 def some_broken() -> Mapping[str, Maker]:
-    """A rank gets the function and creates its own operation."""
+    """A function that each rank gets, to make its own sides."""
     return {**cpu_sides(), **{kind: BROKEN[kind] for kind in ("cannot be made", "dies", "hangs", "times out")}}
 
 

@@ -1,4 +1,4 @@
-"""Intel MPI in the rows of ``torch-symm bench``, where it is installed; and how it is ended where it hangs."""
+"""Intel MPI in the rows of ``torch-symm bench``, where it is installed; and how a program that hangs is ended."""
 
 from __future__ import annotations
 

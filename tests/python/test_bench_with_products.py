@@ -1,4 +1,4 @@
-"""``torch-symm bench --background-load matmul``: its arithmetic, its arguments, and a run on CPU tensors in turn."""
+"""``torch-symm bench --background-load matmul``: its arithmetic, its arguments, and a run on CPU tensors."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def measured_on_cpu(rows: list[Wanted]) -> list[Any]:
 
 
 def test_a_run_on_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where both run one after the other."""
+    """On CPU tensors, products and collectives run one after the other."""
     monkeypatch.setattr(overlap, "CHAIN_US", 300.0)
     monkeypatch.setattr(cuda, "PRODUCT_TURNS", 2)
     rows = [Wanted("all_gather", "bf16", "none", -1, 4 * KB, 2), Wanted("all_reduce", "f32", "sum", -1, 4 * KB, 2)]

@@ -30,7 +30,7 @@ READS = {
 
 
 def block(text: str, start: int) -> str:
-    """From the brace at ``start`` to the one that closes it."""
+    """The text from the brace at ``start`` to the brace that closes it."""
     depth = 0
     for end in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[end], 0)

@@ -56,7 +56,7 @@ def cases(rank: int, world: int, collectives: Iterable[str]) -> Iterator[tuple[s
                 for asynchronous in (False, True) if count < 100_000 else (number % 2 == 1,):
                     yield collective, Case(rank, world, dtype, count, "contiguous", asynchronous)
                 for which, layout in enumerate(layouts):
-                    # Of four ranks, every second: how tensors lie concerns each rank alone.
+                    # With four ranks every second layout is enough, because a layout only affects its own rank.
                     if fits(collective, layout) and (world < 4 or (number + which) % 2 == 0):
                         yield collective, Case(rank, world, dtype, count, layout, (number + at + which) % 2 == 1)
 

@@ -17,7 +17,7 @@ TEXT = {".rs", ".cu", ".cuh", ".cpp", ".hpp", ".py", ".pyi", ".toml", ""}
 PATH = re.compile(rf"(?:{'|'.join((*SOURCES, 'docs'))}|\.ci)/[\w./*{{}},-]*")
 CODE = re.compile(r"`([^`]+)`")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
-# Named in the documents and nowhere else here: names of torch and of its clients, and names in formulas.
+# Named in the documents and nowhere else in this tree: names of torch and of its clients, and names in formulas.
 FOREIGN = {"record_stream", "x_r", "PartialState", "HfArgumentParser", "available_backends"}
 
 

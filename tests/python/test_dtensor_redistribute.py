@@ -257,7 +257,7 @@ dist.all_reduce(torch.ones(1))
 }
 
 
-# Each case in a process of its own, forked from one that has imported torch, and before the second dictionary DTensor.
+# Forks a process for each case from one that has imported torch, and DTensor before the cases of the second dictionary.
 EACH = """
 import json, os
 bad = []

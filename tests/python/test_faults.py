@@ -1,7 +1,7 @@
 """The fault matrix (`tests/faults`), only for symm: the observations match the promises.
 
-`make faults` runs all of it, also on Gloo. Time limits are for an idle node there and ten times as long here, where
-other tests may run at the same time, unless a test says otherwise.
+`make faults` runs all of it, also on Gloo, with time limits for an idle node. In these tests, limits are ten times as
+long unless a test says otherwise, because other tests may run at the same time.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch_symm import fsdp
 
-#: Rows that no number of ranks divides, and a module of its own with the parameters of none.
+#: Widths of the layers; no number of ranks divides 37 or 5. The root has the parameters of the last layer.
 WIDTHS = (16, 37, 5)
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
 

@@ -201,7 +201,7 @@ def spelled(rank: int, world: int) -> None:
     check_group()
     dist.barrier()
     backend, spelling, group = backend_of(), dist.get_backend_config(), dist.group.WORLD
-    # On a node with GPUs torch loads it by itself.
+    # On a node with GPUs torch itself loads libcuda.so.
     assert os.path.exists("/dev/nvidia0") or "libcuda.so" not in Path("/proc/self/maps").read_text()
     if spelling == "cpu:gloo,cuda:symm":
         assert backend.name() == "gloo"

@@ -116,7 +116,7 @@ def handled(rank: int, world: int) -> None:
     signal.signal(signal.SIGUSR1, nested)
     group = dist.new_group()
     if rank == 0:
-        # The same for a wait of another group.
+        # The handler also runs while this rank waits in another group.
         once_blocked(signal.SIGUSR1)
         dist.all_reduce(torch.ones(3), group=group)
         once_blocked(signal.SIGUSR1)

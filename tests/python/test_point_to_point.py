@@ -160,7 +160,7 @@ def reads_are_forbidden_later(rank: int, world: int) -> str:
 @pytest.mark.timed
 @needs_seccomp
 def test_p3_reads_of_peers_that_are_forbidden_later() -> None:
-    """A hardening agent may do so. The message arrives in chunks; if that fails too, the error names the message."""
+    """A hardening agent may forbid them. Messages then arrive in chunks; if that fails, the error names the message."""
     results = run_ranks(reads_are_forbidden_later, 2, expect_killed=(1,))
     assert re.search(
         r"rank 1 \(pid \d+\) has ended.*in recv\(8388608 bytes, tag 7\) of group \"default\"", results[0]

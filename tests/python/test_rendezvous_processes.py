@@ -132,7 +132,7 @@ METHODS = ["env://", "symm://", "symm://?secret_env=SYMM_TEST_WORD"]
 
 @pytest.mark.parametrize("restarts", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_torchrun(restarts: int, tmp_path: Path) -> None:
-    """Each backend by each method, twice. gloo by env:// only once, and never if torchrun restarts the ranks."""
+    """Makes a group of each backend by each method twice; gloo by env:// once, or never if torchrun restarts ranks."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

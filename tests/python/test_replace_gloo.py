@@ -245,7 +245,7 @@ def refused_by_both(rank: int, world: int) -> None:
     try:
         split = dist.split_group(split_ranks=[list(range(world))])
     except RuntimeError as error:
-        # torch 2.11 and 2.12 refuse it for any group without a GPU.
+        # torch 2.11 and 2.12 refuse to split any group without a GPU.
         assert "No device associated" in str(error)
         split = None
     if split is not None:

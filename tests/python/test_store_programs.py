@@ -52,7 +52,7 @@ def program(seed: int, length: int) -> list[Step]:
 def outcome(store: dist.Store, step: Step) -> object:
     name, arguments = step
     if name in ("get", "multi_get"):
-        # Not a queue, because check treats queues as keys, and get does not.
+        # Uses list_keys, because check treats queues as keys, and get does not.
         wanted = [arguments[0]] if name == "get" else arguments[0]
         if not set(wanted) <= set(store.list_keys()):  # type: ignore[arg-type]
             return "missing"

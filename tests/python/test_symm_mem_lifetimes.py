@@ -46,7 +46,7 @@ def kilobytes() -> int:
 
 
 def test_a_handle_keeps_the_memory() -> None:
-    """Works as the handles of torch's own backends do."""
+    """A handle keeps its memory, as handles of torch's own backends do."""
 
     def body(rank: int, world: int) -> None:
         tensor = _SymmetricMemory.empty_strided_p2p((64, 64), (64, 1), torch.float32, torch.device("cpu"), "0")

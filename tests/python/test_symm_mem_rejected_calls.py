@@ -42,8 +42,8 @@ def reduced(tensor: torch.Tensor, out: torch.Tensor) -> None:
 
 Call = Callable[[torch.Tensor, int], object]
 
-#: The call that one rank makes and that is rejected, the others' call with tensors of the same kind, the error, and the
-#: call in which the others wait.
+#: The call of one rank, which rejects it; the call of the other ranks, with tensors of the same kind; the error; and
+#: the name of the call in which the other ranks wait.
 CASES: dict[str, tuple[Call, Call, str, str]] = {
     "dtype of the output": (
         lambda t, n: ops.one_shot_all_reduce_out(t, "sum", WORLD, t.double()),

@@ -136,7 +136,7 @@ def test_memory_that_comes_and_goes() -> None:
             summed(other[turn : COUNT + turn], world)
             summed(tensor[turn:], world)
             if rank == turn % world:
-                # Only this rank restarts its sequence.
+                # Only this rank frees its tensor and allocates another one.
                 del tensor
                 tensor = cpu(COUNT + turn)
             summed(tensor[turn:], world)

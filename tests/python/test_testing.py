@@ -84,7 +84,7 @@ def test_bodies_get_fixtures_parameters_and_ranks(tmp_path: Path) -> None:
     def test_here():
         assert "RANK" not in os.environ
     """
-    # Of two modules with tests of both kinds, each ends its fixtures.
+    # Two modules with tests of both kinds; each must end its own fixtures.
     first = """
     @pytest.fixture(scope="module")
     def made():

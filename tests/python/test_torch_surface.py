@@ -118,7 +118,7 @@ ENDINGS = {
     "if rank == 0: dist.irecv(torch.ones(4), 1)": 2,
     "if rank == 0: dist.all_reduce(torch.ones(4), async_op=True)": 8,
 }
-# Two ranks for each of them, forked from one process that has imported torch. They end as a program does.
+# Two ranks for each ending, forked from one process that has imported torch. They end as a program does.
 LEAVING = """
 import atexit, json, os, sys, time, torch, torch_symm, torch.distributed as dist
 

@@ -193,7 +193,7 @@ def timeouts(rank: int, world: int) -> None:
     dist.isend(torch.zeros(2), other, group=group).wait()
     batch[0].wait()
 
-    # An extension ends with the first work after it; several add up.
+    # An extension lasts until the first work after it has ended; several extensions add up.
     group._add_ephemeral_timeout(timedelta(seconds=10))
     works = [posted(), posted()]
     group._add_ephemeral_timeout(timedelta(seconds=3))

@@ -210,7 +210,7 @@ def test_the_threshold_is_where_the_caches_stop_helping() -> None:
     assert touched(Point(4, "all_gather", 100)) == 500 and touched(Point(2, "all_reduce", 100)) == 400
 
     def chosen(*ratios: float) -> int | None:
-        """The times of copies past the cache; copies through it take 1."""
+        """The threshold for these times of copies past the cache, relative to copies through it."""
         cached = dict.fromkeys(own, 100.0)
         streamed = {point: 100.0 * ratio for point, ratio in zip(own, ratios, strict=True)}
         return choose(own, touched, cached, streamed, thresholds_cpu.usual(4), edges)

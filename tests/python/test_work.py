@@ -156,7 +156,7 @@ def as_gloo_gives_them(rank: int, world: int, replaced: bool) -> None:
         for theirs_is, ours_is in zip(gloo, symm, strict=True):
             # Gloo implements neither for some operations.
             assert ours_is is not None and theirs_is in (None, ours_is), f"{name}: {symm}, with Gloo {gloo}"
-    # A chain on the future works as it does there; the value is the memory of the output.
+    # A chain on the future works as with Gloo; the value is the memory of the output.
     for group in (theirs, ours):
         out = [torch.zeros(2), torch.zeros(2)]
         work = dist.all_gather(out, torch.full((2,), float(rank)), group=group, async_op=True)
@@ -183,7 +183,7 @@ def failed_future(rank: int, world: int) -> None:
     assert work.is_completed() and not work.is_success()
     with pytest.raises(torch_symm.SymmMismatchError):
         dist.barrier(group=group)
-    # The error of one group is not that of another.
+    # Each group has its own error.
     assert backend_of(group).get_error() != backend_of().get_error()
     dist.barrier()
 

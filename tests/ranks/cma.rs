@@ -25,8 +25,8 @@ fn lose_slices() {
     (0..2).for_each(|_| PATIENCE.gave_away(Duration::from_millis(10), tomorrow));
 }
 
-/// Calls `body` with the runner of each of `n` ranks, whose process ids, as the others know them,
-/// are `pids`.
+/// Calls `body` with each rank's runner. All ranks use `pids` as the ids of the ranks' processes;
+/// `reads` says which ranks may read their peers' memory.
 fn with_runners(pids: &[u32], reads: &[bool], body: impl Fn(&mut CpuRunner, u32) + Sync) {
     let n = pids.len();
     let bytes = SegmentLayout::new(n).total_bytes();
@@ -179,8 +179,8 @@ fn messages_of_middle_length_are_read_by_few_ranks_with_cores_of_their_own() {
         return;
     }
     let few = [Collective::AllToAll, Collective::AllGather];
-    // Number of ranks, a length below the limit for lost slices, and the operations that read
-    // peers' memory.
+    // Number of ranks, a length below the minimum that applies if slices are lost, and the
+    // operations that read peers' memory.
     for (n, bytes, read) in [
         (2, 20_000, &[][..]),
         (2, 32_768, &EXCHANGES),

@@ -192,7 +192,7 @@ impl Member<'_> {
         let (inputs, outputs) = (self.give(dtype, rank, &lengths[own..=own]), self.blank(&lengths));
         self.run(Collective::AllGather, dtype, sum, 0, inputs, outputs.clone());
         assert!(gathered(&outputs), "{}", what("all_gather"));
-        // In place: this rank's input is at its place in the output.
+        // In place: the input is a part of the output, at the place of this rank.
         let outputs = self.given.take(own, &lengths);
         outputs.iter().for_each(|span| bytes_of(*span).fill(0xee));
         bytes_of(outputs[own]).copy_from_slice(&input(dtype, rank, 0, lengths[own]));

@@ -169,8 +169,8 @@ fn garbage_in_the_shared_memory_never_harms_a_rank() {
                 let mut dice = Dice(seed);
                 let values = [0, 1, 8, 9, 255, 1 << 20, 1 << 40, u64::MAX, u64::MAX - 7];
                 while !stopping.load(Ordering::Relaxed) {
-                    // Mostly at structures: the header, the members' words, headers and tables of
-                    // posts, counters of rings.
+                    // Most writes hit structures: the header, the members' words, headers and
+                    // tables of posts, counters of rings.
                     let rank = Rank(dice.next(2) as u32);
                     let areas = [
                         (0, 4096),

@@ -60,7 +60,7 @@ pub(super) fn message(peer: u32, tag: i32, span: Span) -> Message {
     }
 }
 
-/// Returns where the outcome of a send or receive will appear.
+/// Returns the completion of a send or receive, and a function that polls for the outcome.
 pub(super) fn received() -> (Completion, impl Fn() -> Option<Result<()>>) {
     let (sender, receiver) = std::sync::mpsc::channel();
     let done = Completion::new(move |outcome, _| sender.send(outcome).unwrap_or(()));
@@ -78,7 +78,7 @@ pub(super) fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// Memory for which a use after its end always faults.
+/// Memory that faults on every access after it has been freed.
 struct Pages {
     base: *mut std::ffi::c_void,
     bytes: usize,
@@ -246,7 +246,8 @@ fn messages_that_nobody_asks_for_are_left_to_their_sender_until_somebody_does() 
         }
         (ring.read() - begun) / 32
     };
-    // An RTS takes no fewer bytes here than in the ring.
+    // A pending RTS counts at least as many bytes towards the receiver's limit as it has in the
+    // ring.
     let taken = flood(&mut ring, 2 * CAP / 32);
     assert!((100_000..CAP / 32).contains(&taken), "{taken} offers");
     assert_eq!(flood(&mut ring, 1), 0, "it is not heard");
@@ -355,7 +356,7 @@ fn more_short_messages_than_may_go_unasked_are_an_error_that_names_their_sender(
     assert!(outcome().is_none(), "so many an honest sender may have on their way");
     ring.say([1, 1025, 0, 0], 32);
     victim.progress();
-    // The progress thread may have noticed it.
+    // The progress thread may have noticed the excess, and reports it a moment later.
     let error = until("an outcome", outcome).expect_err("one too many");
     assert!(error.kind == ErrorKind::Internal && error.message.contains("rank 1"), "{error}");
 }

@@ -43,7 +43,7 @@ pub(crate) fn span<T>(data: &mut [T]) -> Span {
     Span { addr: data.as_mut_ptr() as usize, bytes: size_of_val(data) }
 }
 
-/// A call of root 0.
+/// A call with root 0.
 pub(crate) fn call(
     op: Collective,
     dtype: DType,

@@ -12,12 +12,12 @@ use symm::group::Group;
 const MARGIN: usize = 16;
 const CANARY: i32 = -77;
 
-/// Numbers of elements that each rank has for each other.
+/// Numbers of elements that each rank has for each rank.
 type Counts = Vec<Vec<usize>>;
 
 fn counts() -> impl Strategy<Value = Counts> {
-    // Next to the flag, around its limit of 2040, one chunk, and more than the smallest chunk of
-    // five ranks.
+    // Counts that fit next to the flag, around the limit of 2040 for that, in one chunk, and in
+    // more than the smallest chunk of five ranks.
     let count = prop_oneof![
         3 => Just(0usize), 4 => 1usize..40, 2 => 400usize..2100, 1 => 2030usize..2050,
         1 => 9000usize..20_000
@@ -136,8 +136,8 @@ proptest! {
     ) {
         let n = counts.len();
         let (from, to) = (usize::from(pair[0]) % n, usize::from(pair[1]) % n);
-        // Not in the length for the rank itself, because `validate` rejects that before peers learn
-        // of it.
+        // The wrong length is not for the rank itself, because `validate` would reject that before
+        // peers learn of it.
         let to = if from == to { (to + 1) % n } else { to };
         with_ranks(n as u32, |group, rank| {
             let me = rank as usize;

@@ -181,7 +181,7 @@ def program(seed: int, number: int, world: int, only: str = "") -> Program:
     kinds = COLLECTIVES if slow else (*COLLECTIVES, *MESSAGES)
     everywhere = list(range(len(groups)))
     storm = _calls(dice, dice.randint(8, 20), kinds, groups, storms, largest)
-    # Here the fault's error reaches a rank that none of the other ranks' messages involve.
+    # In this all_reduce the fault's error reaches a rank that no message of the other ranks involves.
     storm += tuple(replace(storm[0], kind="all_reduce", group=group, count=16, root=0) for group in storms)
     return Program(
         seed,

@@ -45,7 +45,7 @@ HEARD: dict[str, tuple[type[BaseException], ...]] = {
 #: Exceptions on the victim, if they differ.
 FELT: dict[str, tuple[type[BaseException], ...]] = {
     "abort": (torch_symm.SymmAbortedError,),
-    # Another thread may take the group out of torch's tables before this one reads them.
+    # Another thread may remove the group from torch's tables before this thread reads them.
     "leave": (torch_symm.SymmAbortedError, ValueError, RuntimeError),
     "argument": (ValueError, TypeError),
 }

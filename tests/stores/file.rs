@@ -26,7 +26,7 @@ pub(crate) fn place() -> (TempDir, PathBuf) {
     (folder, path)
 }
 
-/// A file of its owner, with these bytes.
+/// Writes a file with these bytes that only its owner can access.
 fn write_private(path: &Path, bytes: &[u8]) {
     let mut options = std::fs::OpenOptions::new();
     options
@@ -103,8 +103,8 @@ fn cut_short_while_in_use_is_an_error_for_those_who_come() {
     assert!(store.set("k", b"").unwrap_err().message.contains("is damaged at byte 0"));
 }
 
-/// Another user has exited after it wrote `count` bytes of its last record, or the whole record and
-/// that much of the slot.
+/// Another user has exited in its last operation: after the first `case` bytes of its record, or
+/// after the whole record and a part of the slot.
 #[test]
 fn a_writer_dead_at_any_byte_loses_nothing_that_was_acknowledged() {
     let mut case = 0;

@@ -31,7 +31,7 @@ enum Task {
     Add(u32),
     /// Sets a key and is killed.
     Die,
-    /// The same, with a forked child that lives longer.
+    /// As `Die`, with a forked child that lives longer.
     DieAsParent,
     /// Has no disk space for large values.
     Full,
@@ -99,7 +99,7 @@ fn what_killed_writers_were_told_is_done_is_there() {
             }
         }
         for (index, (_, writer)) in writers.iter_mut().enumerate() {
-            // Spread over the microseconds of an operation.
+            // Spreads the kills over the microseconds of an operation.
             std::thread::sleep(Duration::from_micros(
                 u64::from(kill * 1777 % 4999) + index as u64 * 313,
             ));
@@ -225,7 +225,7 @@ fn a_forked_child_must_open_its_own_and_its_end_changes_nothing() {
                     .message
                     .ends_with("was opened by the parent of this process, which must open its own")
         });
-        // Both of the child's references.
+        // Drops both of the child's references.
         drop(std::mem::ManuallyDrop::into_inner(copy));
         drop(store);
         let own = FileStore::open(&path, 2)

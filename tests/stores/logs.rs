@@ -7,7 +7,7 @@ use symm::store::memory::MemoryStore;
 use symm::store::request::{Request, StoreOp};
 use symm::store::table::TableReply;
 
-/// A number of users that keeps the file in existence.
+/// A number of users so large that the file is not removed when users leave.
 pub(crate) const MANY: u32 = 100;
 
 const QUEUE: &str = "queue";
@@ -65,7 +65,7 @@ pub(crate) fn contents(
     all
 }
 
-/// The same of a store.
+/// The complete content of `store`, whose queue is emptied.
 pub(crate) fn contents_of(store: &dyn Store) -> Vec<(String, Vec<u8>)> {
     contents(&mut |request| store.call(request, None))
 }

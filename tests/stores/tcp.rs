@@ -65,7 +65,7 @@ fn large_values_pass_and_too_large_ones_are_refused_by_the_sender() {
     assert!(other.get("large", Some(LONG)).unwrap() == large);
     let error = store.set("larger", &vec![0; 80 << 20]).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Value, "{error}");
-    // Together they are more than one reply holds.
+    // Together the two values are larger than one reply may be.
     let error = other.multi_get(&["large", "large"], Some(LONG)).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Value, "{error}");
     for index in 0..3 {

@@ -75,7 +75,7 @@ fn descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").unwrap().count()
 }
 
-/// Returns the longest of many calls of an honest client while `meanwhile` runs.
+/// Returns the duration of the longest of many calls of an honest client while `meanwhile` runs.
 fn slowest(store: &TcpStore, mut meanwhile: impl FnMut(u32)) -> Duration {
     let mut times: Vec<Duration> = (0..300)
         .map(|round| {
@@ -150,7 +150,7 @@ fn p18_bytes_in_flight_and_at_rest_are_bounded() {
     let (_server, port) = server(limits, None);
     let store = honest(port, None);
     let before = resident();
-    // Whatever is set, at most 32 MB stay.
+    // However many values are set, the server keeps at most 32 MB.
     let value = vec![1; 5 * MB];
     let refused =
         (0..60).filter(|index| store.set(&format!("key {index}"), &value).is_err()).count();
@@ -165,7 +165,7 @@ fn p18_bytes_in_flight_and_at_rest_are_bounded() {
         .collect();
     thread::sleep(SHORT);
     assert!(resident() < before + 200 * MB, "{} MB more", (resident() - before) >> 20);
-    // Short calls overtake them; long ones wait until there is space.
+    // Short calls overtake these requests; long calls wait until there is space.
     store.add("honest", 1).unwrap();
     drop(deaf);
     assert_eq!(store.get("key 0", Some(LONG)).unwrap().len(), 5 * MB);
@@ -184,7 +184,7 @@ fn p18_requests_that_wait_leave_their_room_to_what_moves() {
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
     let mut waiting = admitted(port);
     waiting.write_all(&frame(StoreOp::Wait, &keys, &[])).unwrap();
-    // A value for which the 60 MB of that request leave no space.
+    // A value for which the 60 MB of the waiting request would leave no space.
     let value = vec![1; 20 * MB];
     let set = Request::new(StoreOp::Set, vec!["key"], vec![&value]);
     store.call(&set, Some(LONG / 3)).unwrap();
@@ -411,7 +411,8 @@ fn p18_unidentified_peers_leave_descriptors_to_ranks_and_to_the_process() {
     let mut child = start_server(port, Some(64));
     let idle: Vec<TcpStream> =
         (0..300).map(|_| TcpStream::connect(("127.0.0.1", port)).unwrap()).collect();
-    // Not after the five seconds in which pending connections have to introduce themselves.
+    // Ranks are admitted before the five seconds expire in which pending connections must introduce
+    // themselves.
     let timeout = Duration::from_secs(3);
     let ranks: Vec<TcpStore> = (0..8)
         .map(|_| TcpStore::open(TcpOptions { timeout, ..options("127.0.0.1", port) }).unwrap())

@@ -45,7 +45,7 @@ REWRITES: list[tuple[str, str, str]] = [
         "            time.sleep(0.002)\n\n\nclass TestDist",
         "speed only",
     ),
-    # A rank that waits for ranks that have raised: as long as the timeout.
+    # Shorter timeouts, because a rank that waits for ranks that have raised waits until its timeout.
     (
         "backend=dist.get_backend(), timeout=timedelta(seconds=10)",
         "backend=dist.get_backend(), timeout=timedelta(seconds=2)",

@@ -52,8 +52,8 @@ fn with_ranks(body: impl Fn(&Group, u32) + Sync) {
     });
 }
 
-/// Runs `body` once for each rank. Joined one by one, because the sanitizer does not see how a
-/// scope waits for its threads.
+/// Runs `body` once for each rank. Joins the threads one by one, because the sanitizer does not see
+/// how a scope waits for its threads.
 fn as_threads(body: impl Fn(u32) + Sync) {
     std::thread::scope(|scope| {
         let body = &body;

@@ -1,4 +1,4 @@
-"""ignite, which wraps models for the names of backends that it knows and leaves others unsynchronised."""
+"""ignite, which synchronises models only on backends whose names it knows."""
 
 import ignite.distributed as idist
 import torch
