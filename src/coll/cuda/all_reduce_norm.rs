@@ -1,4 +1,4 @@
-//! How many blocks normalise how many rows after, or in, an all-reduce. Pure.
+//! Number of blocks that normalise rows, in the kernel of the all-reduce or in a second one. Pure.
 
 use super::tuning::CudaThresholds;
 use super::workspace::layout::{ChannelLayout, UNIT};
@@ -25,8 +25,8 @@ pub(super) fn one_shot(
         return None;
     }
     let groups = norm.hidden / GROUP;
-    // A row is shared by as many blocks as there are. Each of them needs a group, because every
-    // block must receive from every peer.
+    // As many blocks as are available share a row. Each of them needs a group of the row, because
+    // every block must receive from every peer.
     let shared = |&cluster: &usize| {
         let threads = threads(norm, cluster);
         cluster == 1 || (cluster * norm.rows <= tuning.blocks && (cluster - 1) * threads < groups)

@@ -26,11 +26,11 @@ pub struct CommonArgs {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct LowLatencyArgs {
-    /// Offset in the channel.
+    /// Offset of the blocks' epochs in the channel.
     pub epochs: u64,
-    /// Offset in the channel.
+    /// Offset of the LL lines in the channel.
     pub lines: u64,
-    /// Units of one message that one block carries.
+    /// Number of units of one message that one block carries.
     pub units: u32,
 }
 
@@ -38,9 +38,9 @@ pub struct LowLatencyArgs {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct SentinelArgs {
-    /// Offset in the channel.
+    /// Offset of the blocks' epochs in the channel.
     pub epochs: u64,
-    /// Offset in the channel.
+    /// Offset of the sentinel slots in the channel.
     pub slots: u64,
     /// Number of units that one source has in one stage of one block.
     pub units: u32,
@@ -50,9 +50,9 @@ pub struct SentinelArgs {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct StagingArgs {
-    /// Offset in the channel.
+    /// Offset of the lanes' words in the channel.
     pub words: u64,
-    /// Offset in the channel.
+    /// Offset of the staging slots in the channel.
     pub slots: u64,
     /// Distance between slots in bytes.
     pub slot_bytes: u32,
@@ -78,20 +78,20 @@ pub struct OutgoingArgs {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Handshake {
-    /// Offset in the channel.
+    /// Offset of the blocks' epochs in the channel.
     pub epochs: u64,
-    /// Offset in the channel.
+    /// Offset of the handshake's LL lines, or of recv offers, in the channel.
     pub lines: u64,
-    /// Offset in the channel.
+    /// Offset in the channel of the words that count zero-copy kernels.
     pub counts: u64,
     /// Start of each rank's symmetric memory, as mapped in this process.
     pub heap: PerRank,
-    /// A bit for each rank that may load this rank's message for it directly.
+    /// A bit for each rank that may directly load the message that this rank sends to it.
     pub give: u32,
-    /// A bit for each rank that may store its message for this rank directly.
+    /// A bit for each rank that may directly store its message at the destination on this rank.
     pub take: u32,
-    /// Index in the report of the count of the channel's zero-copy collectives or sends. The next
-    /// word counts its zero-copy receives.
+    /// Index, from [`DIRECT_WORD`] of the report, of the word that counts the channel's zero-copy
+    /// collectives or sends. The next word counts the channel's zero-copy receives.
     pub count: u32,
     /// Minimum length of a zero-copy message of an exchange; not 0.
     pub least: u32,
@@ -135,8 +135,8 @@ pub struct TransfersArgs {
     pub to: PerRank,
     /// Length of each rank's message.
     pub bytes: PerRank,
-    /// Recv offers: a bit in `take` for each offer that this rank makes, in `give` for each offer
-    /// that it waits for.
+    /// Recv offers: `take` has a bit for each offer that this rank makes, `give` a bit for each
+    /// offer that it polls for.
     pub handshake: Handshake,
 }
 
@@ -229,9 +229,9 @@ pub struct CubeMeshArgs {
 pub struct RsagStagedArgs {
     /// Arguments that every kernel has.
     pub common: CommonArgs,
-    /// The first pass.
+    /// Staging of the first pass.
     pub scatter: StagingArgs,
-    /// The second pass.
+    /// Staging of the second pass.
     pub gather: StagingArgs,
     /// The input.
     pub from: u64,
@@ -245,7 +245,7 @@ pub struct RsagStagedArgs {
     pub root: u32,
     /// Number of pieces of the message.
     pub parts: u32,
-    /// The rank of the first piece.
+    /// The rank that owns the first piece.
     pub first: u32,
     /// Mask of the ranks that get the result of a reduction.
     pub targets: u32,
@@ -291,17 +291,17 @@ pub struct NormArgs {
 pub struct CopySyncArgs {
     /// Arguments that every kernel has.
     pub common: CommonArgs,
-    /// Offset in the channel.
+    /// Offset of the `CopyWords` in the channel.
     pub words: u64,
-    /// The step whose chunks have been sent to all peers; 0: none is posted.
+    /// The step that the kernel posts to all peers as sent; 0 if it posts no such step.
     pub post_arrived: u32,
-    /// The last step whose chunks all peers may send; 0: none is posted.
+    /// The last step that the kernel allows all peers to send; 0 if it posts no credit.
     pub post_credit: u32,
-    /// The step whose chunks must have arrived from all peers; 0: none.
+    /// The step whose chunks the kernel waits for, from all peers; 0 if it waits for no chunks.
     pub wait_arrived: u32,
-    /// The step whose chunks all peers must have allowed; 0: none.
+    /// The step whose credit the kernel waits for, from all peers; 0 if it waits for no credit.
     pub wait_credit: u32,
-    /// Number of steps of the call, at its end; otherwise 0.
+    /// Number of steps of the call in the last kernel of the call; 0 in all others.
     pub advance: u32,
 }
 
@@ -311,9 +311,9 @@ pub struct CopySyncArgs {
 pub struct CopySumArgs {
     /// Arguments that every kernel has.
     pub common: CommonArgs,
-    /// Offset in the channel.
+    /// Offset of the `CopyWords` in the channel.
     pub words: u64,
-    /// Each rank's bytes.
+    /// Address of each rank's bytes.
     pub from: PerRank,
     /// The sum.
     pub to: u64,
@@ -321,7 +321,7 @@ pub struct CopySumArgs {
     pub bytes: u64,
 }
 
-/// Maximum number of ranks of a group that signal each other.
+/// Maximum number of ranks in a group whose ranks signal each other.
 pub const MAX_PEERS: usize = 8;
 
 /// `SignalArgs` in `signal/signal.cu`.
@@ -338,7 +338,7 @@ pub struct SignalArgs {
     pub timeout: u64,
     /// Index of the slot's first word in a pad.
     pub slot: u32,
-    /// The report of a timeout; the kernel adds a bit for each missing peer.
+    /// The word that the kernel reports at a timeout, to which it adds a bit for each missing peer.
     pub record: u32,
     /// A bit for each peer that gets a signal.
     pub put: u32,
@@ -393,7 +393,8 @@ pub(crate) fn bytes_of<T: Copy>(args: &T) -> &[u8] {
 
 /// Number of words of a `Report` in `wait.cuh`.
 pub const REPORT_WORDS: usize = DIRECT_WORD + COUNTS * Channel::ALL.len();
-/// Words of a channel that count zero-copy kernels: one for collectives or sends, one for receives.
+/// Number of words of a channel that count zero-copy kernels: one for collectives or sends, and one
+/// for receives.
 pub const COUNTS: usize = 2;
 /// Index of the first of these words in the report.
 pub const DIRECT_WORD: usize = 4 + MAX_RANKS;

@@ -1,13 +1,13 @@
 //! Long collectives whose bytes copy engines move, so that the processors stay free for
 //! computation. Pure.
 //!
-//! A kernel takes a processor only to synchronize (one warp) and to add what has arrived; none of
-//! them waits on more than one processor. There are two ways (`docs/design/copy-engine.md`):
+//! Kernels only synchronize (one warp) and add what has arrived. Only the synchronizing kernels
+//! wait, each on one processor. There are two ways (`docs/design/copy-engine.md`):
 //! - staged: each rank's copy engine pushes chunks to slots in the peers' workspaces, where a
 //!   kernel adds them, or a copy takes them to the output. Tensors may be in any memory.
 //! - direct: each rank pulls the messages of the others from their tensors. A rank that launches a
-//!   gather earlier than another does not know the other's tensors: it pulls from where it expects
-//!   them, and the later rank, which knows both, moves both messages if that is wrong.
+//!   gather earlier than another does not know the other rank's tensors: it pulls from where it
+//!   expects them. If they are elsewhere, the later rank, which knows both, pushes its message.
 
 use super::arguments::{ArgBytes, CopySumArgs, CopySyncArgs, PerRank};
 use super::kernel_spec::{COPY_SUM, COPY_SYNC};
@@ -57,11 +57,11 @@ pub enum Task {
 pub struct DirectPeer {
     /// The other rank.
     pub rank: usize,
-    /// The address from which this rank pulls the other's message, if it does.
+    /// The address from which this rank pulls the other rank's message; `None` if it does not.
     pub pull: Option<u64>,
-    /// The start of the other's output, if this rank pushes its own message there.
+    /// The start of the other rank's output, if this rank pushes its own message there.
     pub push: Option<u64>,
-    /// True if the other rank pulls wrong bytes to that place first.
+    /// True if the other rank first pulls wrong bytes to where this rank pushes its message.
     pub repairs: bool,
 }
 
@@ -106,9 +106,10 @@ pub fn gathers(op: Collective) -> bool {
     matches!(op, Collective::AllGather | Collective::AllReduce)
 }
 
-/// Returns the bytes that tell whether `call` of rank `me` of `n` is long: the same on all ranks.
+/// Returns the number of bytes that decides whether `call` of rank `me` of `n` is long; the same on
+/// all ranks.
 pub fn volume(call: &CallSpec, me: usize, n: usize) -> usize {
-    // Two ranks know both messages of an all-to-all, whose lengths need not agree.
+    // Two ranks know both messages of an all-to-all, whose lengths may differ.
     let pair = (call.op == Collective::AllToAll && n == 2)
         .then(|| 2 * call.inputs[1 - me].bytes.max(call.outputs[1 - me].bytes));
     pair.unwrap_or(call.agreed_bytes() as usize)
@@ -153,8 +154,8 @@ impl<'a> CopyTasks<'a> {
         Self { context, tuning, tasks: Vec::new() }
     }
 
-    /// Returns the tasks of `call`. With `direct` a gather is direct, with these peers; with `None`
-    /// it is staged.
+    /// Returns the tasks of `call`. A gather is direct if `direct` lists its peers, and staged if
+    /// `direct` is `None`.
     pub fn of(mut self, call: &CallSpec, direct: Option<&[DirectPeer]>) -> Vec<Task> {
         let (me, n) = (self.context.me, self.context.n);
         match call.op {
@@ -218,9 +219,9 @@ impl<'a> CopyTasks<'a> {
         }
     }
 
-    /// A gather from tensor to tensor. All copies are on the call's stream: copies between two GPUs
-    /// use one engine of the GPU that makes them, whatever their direction, if the peer's memory is
-    /// mapped as symmetric memory is.
+    /// Adds the tasks of a gather from tensor to tensor. All copies are on the call's stream, since
+    /// a second stream gains nothing: a GPU makes all its copies from and to a peer with one engine
+    /// if the peer's memory is mapped as symmetric memory is (`cuMemMap`).
     fn direct(&mut self, own: Span, outputs: &[Span], peers: &[DirectPeer]) {
         let me = self.context.me;
         // The outputs of each other rank are consecutive; the outputs of this rank need not be.
@@ -242,7 +243,7 @@ impl<'a> CopyTasks<'a> {
         }
         push(self, false);
         if peers.iter().any(|peer| peer.repairs) {
-            // Every rank posts a credit after its pulls and before it waits, so none waits in vain.
+            // Every rank posts credit 1 or 2 after its pulls, before it waits, so this wait ends.
             self.sync(false, CopySyncArgs { post_credit: 1, wait_credit: 1, ..Default::default() });
             push(self, true);
         }

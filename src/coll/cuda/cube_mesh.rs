@@ -5,7 +5,7 @@ use super::workspace::layout::{Channel, ChannelLayout};
 use super::workspace::memory::{PeerInfo, PeerWorkspaces};
 use crate::topo::{self, graph::CubeMesh};
 
-/// Number of ranks of such a group.
+/// Number of ranks of a group whose GPUs form a hybrid cube mesh.
 pub(super) const RANKS: usize = 8;
 /// Length of an encoded mesh.
 pub(super) const BYTES: usize = 2 + RANKS;

@@ -3,7 +3,7 @@
 /// A kernel that collectives launch, with its own program.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct KernelSpec {
-    /// Its name.
+    /// The name of the kernel.
     pub symbol: &'static str,
     /// The name of its program's source below `src/kernels/cuda`.
     pub program: &'static str,
@@ -62,7 +62,7 @@ pub static NORM_ROWS: KernelSpec = KernelSpec::new("norm/rows", "norm_rows");
 
 /// Synchronization around copies by copy engines.
 pub static COPY_SYNC: KernelSpec = KernelSpec::new("copy_engine/sync", "copy_sync").untyped();
-/// Sum of chunks that copy engines have brought.
+/// Sum of the chunks that copy engines have copied here.
 pub static COPY_SUM: KernelSpec = KernelSpec::new("copy_engine/sum", "copy_sum");
 
 /// Every kernel that collectives launch.

@@ -79,8 +79,8 @@ impl Kernels {
         );
     }
 
-    /// Returns the kernel of `launch`, which this loads if it is not loaded yet; on `device`, whose
-    /// context is current.
+    /// Returns the kernel of `launch` on `device`, whose context is current. Loads the kernel if it
+    /// is not loaded yet.
     pub(crate) fn ready(
         &mut self,
         device: &Device,
@@ -110,7 +110,7 @@ impl Kernels {
     }
 }
 
-/// Returns the keys of the kernels for programs that move bytes and sum or average floats.
+/// Returns the keys of the kernels that move bytes, or that sum or average floats.
 fn usual() -> Vec<KernelKey> {
     let floats = [DType::F32, DType::BF16, DType::F16];
     let reductions: Vec<_> = floats
@@ -144,13 +144,13 @@ fn arch(device: &Device) -> Arch {
 }
 
 /// Returns the kernel `symbol` of `variant`, if this process has loaded it. A program may have
-/// several.
+/// several kernels.
 fn known(device: &Device, variant: &Variant, symbol: &'static str) -> Option<Kernel> {
     lock(&LOADED).get(&device.ordinal())?.kernels.get(&(*variant, symbol)).copied()
 }
 
-/// Compiles `variant` unless it is cached, and loads its kernel `symbol` unless this process has
-/// done so; on `device`, whose context is current.
+/// Returns the kernel `symbol` of `variant` on `device`, whose context is current. Compiles the
+/// variant unless it is cached, and loads the kernel unless this process has already loaded it.
 pub(crate) fn load(device: &Device, variant: &Variant, symbol: &'static str) -> Result<Kernel> {
     match known(device, variant, symbol) {
         Some(kernel) => Ok(kernel),

@@ -18,10 +18,11 @@ use crate::error::{Error, Result};
 use crate::kernels::cuda::driver::Grid;
 use crate::topo::graph::CubeMesh;
 
-/// Number of threads in other blocks; `THREADS` in `device.cuh`.
+/// Number of threads in a block that does not belong to a lane; `THREADS` in `device.cuh`.
 pub(super) const THREADS: u32 = 512;
 
-/// Number of threads in a block of a lane if there are many blocks.
+/// Maximum number of threads in a lane's block of the `TRANSFERS` kernel, and of a reduction with
+/// few lanes among three or more ranks.
 const FEW_THREADS: u32 = 128;
 
 /// A kernel ready to be launched.
@@ -51,8 +52,8 @@ pub struct CubeMeshView<'a> {
 pub struct SymmetricView<'a> {
     /// Start of each rank's symmetric memory, as mapped in this process; including this rank's.
     pub heap: PerRank,
-    /// Index in the report, from `DIRECT_WORD`, of the count of the channel's zero-copy collectives
-    /// or sends.
+    /// Index, from `DIRECT_WORD` of the report, of the word that counts the channel's zero-copy
+    /// collectives or sends.
     pub count: u32,
     /// Minimum length of a zero-copy message of an exchange, not 0; see
     /// [`super::plan::worth_zero_copy`].
@@ -79,7 +80,7 @@ pub struct LaunchContext<'a> {
     pub n: usize,
     /// The group's layout.
     pub layout: &'a ChannelLayout,
-    /// The edges of the group's hybrid cube mesh; required for a call planned for one.
+    /// The edges of the group's hybrid cube mesh; required for the plan `CubeMesh`.
     pub edges: Option<CubeMeshView<'a>>,
     /// Number of threads in a block of a lane.
     pub threads: u32,
@@ -142,8 +143,8 @@ impl LaunchContext<'_> {
     }
 
     /// Returns the handshake of a zero-copy kernel: `give` has a bit for each rank that may load
-    /// this rank's message for it, `take` one for each rank that may store its message for this
-    /// rank.
+    /// the message that this rank sends to it, `take` a bit for each rank that may store its
+    /// message at the destination on this rank.
     fn handshake(&self, give: u32, take: u32) -> Handshake {
         let Some(SymmetricView { heap, count, least, .. }) = self.symmetric else {
             return Handshake::default();
@@ -323,8 +324,8 @@ impl LaunchContext<'_> {
                 let targets =
                     if call.op == Collective::Reduce { 1 << root } else { (1u32 << self.n) - 1 };
                 let (from, to, bytes) = (input.addr as u64, output.addr as u64, input.bytes as u64);
-                // The root of a broadcast sends only the parts of other ranks: its own part would
-                // go to every rank as well.
+                // The root of a broadcast has no piece, because it would have to send that piece to
+                // every rank.
                 let n = self.n as u32;
                 let broadcast = call.op == Collective::Broadcast;
                 let (kernel, parts, first) = if broadcast {
@@ -390,9 +391,8 @@ impl LaunchContext<'_> {
         Some(Launch { kernel, grid, zero_copy: false, args: ArgBytes::of(&args) })
     }
 
-    /// Returns one kernel for sends `(to whom, what)` and receives `(from whom, where)`. Two
-    /// messages in one direction between the same two ranks need two kernels: the second one is
-    /// rejected.
+    /// Returns one kernel for sends `(to whom, what)` and receives `(from whom, where)`. Fails for
+    /// two messages in one direction between the same two ranks, which need two kernels.
     pub fn transfers(
         &self,
         sends: &[(usize, Span)],

@@ -4,7 +4,7 @@ use crate::lock::lock;
 use std::collections::HashSet;
 use std::sync::{Mutex, MutexGuard, OnceLock};
 
-/// The UUIDs of this rank's GPU and of a peer's.
+/// The UUIDs of this rank's GPU and of a peer's GPU.
 pub(super) type Pair = ([u8; 16], [u8; 16]);
 
 fn pairs() -> MutexGuard<'static, HashSet<Pair>> {
@@ -18,7 +18,7 @@ pub(super) fn know(requested: &[Pair]) -> bool {
     requested.iter().all(|pair| known.contains(pair))
 }
 
-/// Notes that each of `found` has written into the other's memory and read it back.
+/// Notes that the two GPUs of each pair in `found` can access each other's memory.
 pub(super) fn note(found: &[Pair]) {
     pairs().extend(found);
 }

@@ -88,7 +88,8 @@ impl CudaPlan {
         }
     }
 
-    /// Returns true if its kernel has a zero-copy variant. It is not used in a group of one rank.
+    /// Returns true if the plan's kernel has a zero-copy variant. A group of one rank does not use
+    /// that variant.
     pub fn can_be_zero_copy(self) -> bool {
         match self {
             CudaPlan::Exchange { lanes, .. } => lanes > 0,
@@ -171,8 +172,8 @@ pub struct Conditions<'a> {
     pub tuning: &'a CudaThresholds,
     /// True if the group's GPUs form a hybrid cube mesh.
     pub cube_mesh: bool,
-    /// True if long messages of the group check whether tensors are in symmetric memory; never in a
-    /// group of one rank.
+    /// True if kernels for long messages check whether tensors are in symmetric memory; never true
+    /// in a group of one rank.
     pub zero_copy: bool,
 }
 
@@ -197,7 +198,7 @@ pub fn choose(call: &CallSpec, conditions: &Conditions<'_>) -> CudaPlan {
     let short = longest
         <= tuning.low_latency_bytes.min(layout.ll_blocks().min(tuning.ctas) * LL_UNITS * UNIT);
     let ll_blocks = longest.div_ceil(LL_UNITS * UNIT).max(1) as u32;
-    // A message in pieces, one for each rank.
+    // The number of pieces of a divided message: one for each rank except the root of a broadcast.
     let parts = if call.op == Collective::Broadcast { (n - 1).max(1) } else { n };
     let piece = longest.div_ceil(parts);
     let most = Lanes { layout, tuning };
@@ -208,8 +209,8 @@ pub fn choose(call: &CallSpec, conditions: &Conditions<'_>) -> CudaPlan {
     // Two chunks per lane: one is in the second stage while the other is in the first.
     let rsag_staged = CudaPlan::RsagStaged { lanes, chunk: chunk_of(piece, lanes, 2, layout) };
     match call.op {
-        // In a group of one the input becomes the output, through the kernel if a factor may have
-        // to be applied.
+        // In a group of one rank the kernel copies the input to the output, and applies the factor
+        // of PREMUL_SUM.
         Collective::AllReduce | Collective::Reduce | Collective::ReduceScatter if n == 1 => {
             rsag_staged
         }
@@ -260,8 +261,8 @@ pub fn choose(call: &CallSpec, conditions: &Conditions<'_>) -> CudaPlan {
 fn rows(call: &CallSpec, conditions: &Conditions<'_>) -> CudaPlan {
     let Conditions { n, layout, tuning, cube_mesh, .. } = *conditions;
     let Some(norm) = Norm::of(call).filter(|norm| norm.rows > 0) else { return CudaPlan::Nothing };
-    // Sums on a hybrid cube mesh have a different order, in which the separate steps would also add
-    // them there.
+    // A short all-reduce on a hybrid cube mesh adds in a different order. These rows use it, so
+    // that they get the same bits as from the separate steps.
     let on_edges = cube_mesh && norm.row_bytes() * norm.rows <= CUBE_MESH_BYTES;
     match all_reduce_norm::one_shot(&norm, n, layout, tuning).filter(|_| !on_edges) {
         Some((blocks, cluster)) => CudaPlan::NormOneShot { blocks, cluster },
@@ -269,11 +270,11 @@ fn rows(call: &CallSpec, conditions: &Conditions<'_>) -> CudaPlan {
     }
 }
 
-/// Maximum size, divided by n², of the pieces of a reduce-scatter among n ranks that are loaded
-/// from peers' inputs; longer ones are faster when pushed through staging.
+/// In a reduce-scatter among n ranks, pieces shorter than this number of bytes divided by n² are
+/// loaded from peers' inputs. Longer pieces are faster when pushed through staging.
 const PULL_BYTES: usize = 256 << 20;
 
-/// Returns true if `call`, for rank `me` of `n`, is long enough to benefit from zero-copy. For an
+/// Returns true if `call`, for rank `me` of `n`, has a length that benefits from zero-copy. For an
 /// all-to-all among three or more ranks the kernel decides for each message.
 pub fn worth_zero_copy(call: &CallSpec, me: usize, n: usize, tuning: &CudaThresholds) -> bool {
     let message = match call.op {
@@ -414,8 +415,8 @@ fn lanes_for(bytes: usize, most: usize) -> u32 {
 /// chunk.
 const LONGEST_CHUNK: usize = 24 << 10;
 
-/// Returns the chunk size of such messages: `each` chunks per lane, within the minimum and maximum
-/// size.
+/// Returns the chunk size of messages that a rank reduces or forwards: `each` chunks per lane,
+/// within the minimum and maximum size.
 fn chunk_of(bytes: usize, lanes: u32, each: usize, layout: &ChannelLayout) -> u32 {
     let most = layout.slot_bytes().min(LONGEST_CHUNK);
     bytes.div_ceil(lanes as usize * each).next_multiple_of(512).clamp(MIN_CHUNK.min(most), most)

@@ -7,8 +7,8 @@ use crate::error::{Error, Result};
 
 static DEFAULT: DefaultChoice<CtaOptions> = DefaultChoice::unset();
 
-/// Returns the choice of a group that passes `policy` and `most`: empty and 0 stand for `setting`,
-/// in later groups for the default group's choice.
+/// Returns the options of a group that is created with `policy` and `most`. An empty `policy` and a
+/// `most` of 0 stand for `setting`, or in later groups for the default group's options.
 ///
 /// # Errors
 /// `Value` if `policy` is not a policy, or `most` is negative.
@@ -38,7 +38,7 @@ pub fn chosen_ctas(
 
 /// Maximum number of blocks of a kernel under [`CtaPolicy::Efficiency`] if the user sets none.
 const EFFICIENT_CTAS: usize = 32;
-/// More blocks than any kernel has.
+/// Upper bound on the number of blocks of any kernel; it stands for no limit.
 const MAX_CTAS: usize = 3 * MAX_LANES;
 
 /// Maximum number of blocks in a cluster, on every device that has clusters.
@@ -58,12 +58,12 @@ pub struct CudaThresholds {
     pub zero_copy_bytes: usize,
     /// Maximum length of a single message that uses LL lines.
     pub low_latency_bytes: usize,
-    /// Units of a piece for each block of a sentinel-slot kernel.
+    /// Number of units of a piece for which a sentinel-slot kernel gets one block.
     pub block_units: usize,
     /// Maximum number of blocks of a sentinel-slot kernel.
     pub blocks: usize,
     /// Maximum number of lanes of long messages; by default one for each processor of the device.
-    /// Each kernel uses a fraction of them.
+    /// A kernel may use fewer.
     pub lanes: usize,
     /// Number of threads in a block of a lane.
     pub threads: usize,
@@ -77,19 +77,20 @@ pub struct CudaThresholds {
     /// Minimum size of a chunk that a copy engine moves: shorter ones cost more to start than to
     /// move.
     pub copy_chunk_bytes: usize,
-    /// Which calls copy engines move.
+    /// The group's policy, which decides whether copy engines move long calls.
     pub policy: CtaPolicy,
     /// Maximum number of blocks of a kernel.
     pub ctas: usize,
 }
 
 impl CudaThresholds {
-    /// Measured on H200 (docs/measurements/gpu-h200.md).
+    /// Returns the defaults for this number of `ranks`, measured on H200
+    /// (docs/measurements/gpu-h200.md).
     pub fn of(ranks: usize) -> Self {
         let one_shot_bytes = match ranks {
             0..=2 => 1 << 20,
             3..=4 => 192 << 10,
-            // In proportion to the bytes sent; not measured.
+            // Not measured: scaled by the number of bytes that a rank sends.
             _ => 64 << 10,
         };
         Self {

@@ -1,7 +1,7 @@
-//! The CUDA driver: contexts, streams, events, kernels. Opened at run time; without a driver there
-//! is no `Device`.
+//! The CUDA driver: contexts, streams, events, kernels. It is opened at run time; without a driver
+//! `Device::open` fails.
 //!
-//! With `mem::{device, pinned, vmm}` the only user of `cudarc`. Contexts are the primary ones,
+//! Only this module and `mem::{device, pinned, vmm}` use `cudarc`. Contexts are the primary ones,
 //! which torch also uses.
 #![allow(unsafe_code, reason = "functions of the CUDA driver, found at run time")]
 
@@ -283,10 +283,10 @@ impl OwnStream {
         Self::with_priority(0)
     }
 
-    /// Creates a stream of the highest priority in the current context: its work starts before that
-    /// of other streams.
+    /// Creates a stream of the highest priority in the current context: its work starts before the
+    /// work of other streams.
     pub fn urgent() -> Result<Self> {
-        // The driver takes the nearest priority that it has.
+        // The driver uses the nearest priority that it supports.
         Self::with_priority(-100)
     }
 
@@ -387,7 +387,7 @@ impl Grid {
     }
 }
 
-/// A loaded kernel. Never unloaded: there are few, and a captured graph may hold it.
+/// A loaded kernel. It is never unloaded, because a captured graph may hold it; there are few.
 #[derive(Clone, Copy, Debug)]
 pub struct Kernel(sys::CUfunction);
 
@@ -418,9 +418,9 @@ impl Kernel {
         Ok(Self(function))
     }
 
-    /// Enqueues the kernel. `args` are the bytes of its argument, with the same alignment.
-    /// `overlap`: its set-up may overlap with its predecessor in the stream (the kernel waits for
-    /// that itself).
+    /// Enqueues the kernel. `args` are the bytes of its argument, with the same alignment. With
+    /// `overlap`, the kernel's set-up may overlap with its predecessor in the stream; the kernel
+    /// itself waits for the predecessor.
     pub fn launch(self, stream: Stream, grid: Grid, overlap: bool, args: &[u8]) -> Result<()> {
         let Grid { blocks, threads, cluster } = grid;
         // SAFETY: all zeroes is a valid value of this C union.
@@ -437,7 +437,7 @@ impl Kernel {
             (sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, together),
         ]
         .map(|(id, value)| sys::CUlaunchAttribute { id, pad: [0; 4], value });
-        // Devices before Hopper support neither.
+        // Devices before Hopper support neither attribute.
         let wanted = &mut attributes[usize::from(!overlap)..1 + usize::from(cluster > 1)];
         let config = sys::CUlaunchConfig {
             gridDimX: blocks,

@@ -1,8 +1,8 @@
 //! Agreement on how copy engines move the bytes of a gather. No rank waits.
 //!
 //! The first rank that launches a call decides, and the others follow
-//! (`docs/design/copy-engine.md`). Each rank publishes the offsets of its tensors to the ranks that
-//! come later, and whose messages it pulls from where it expects them.
+//! (`docs/design/copy-engine.md`). Each rank publishes the offsets of its tensors for the ranks
+//! that launch the call later, and from which of these it pulls messages at expected offsets.
 
 use super::launch_log;
 use crate::control::ControlBlock;
@@ -22,29 +22,29 @@ impl CopyMode {
     const ALL: [CopyMode; 2] = [CopyMode::Staged, CopyMode::Direct];
 }
 
-/// How often a rank looks for the decision of a rank that launches the call at the same time: about
-/// a microsecond.
+/// Number of times that a rank polls for the decision of a rank that launches the call at the same
+/// time. All polls together take about a microsecond.
 const LOOKS: usize = 200;
 
 /// Offsets of a rank's tensors in its symmetric memory, or [`TensorOffsets::ELSEWHERE`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TensorOffsets {
-    /// Its message.
+    /// Offset of the rank's message.
     pub input: u64,
-    /// The start of its output.
+    /// Offset of the start of the rank's output.
     pub output: u64,
-    /// A bit for each rank whose message it pulls from where it expects it, if that rank launches
-    /// the call later.
+    /// A bit for each other rank whose message the rank pulls from the expected offset
+    /// ([`Self::expected`]) if that other rank launches the call later.
     pub pulls: u16,
 }
 
 impl TensorOffsets {
-    /// Not all tensors are in symmetric memory.
+    /// The value if not all tensors of the rank are in symmetric memory.
     pub const ELSEWHERE: Self = Self { input: u64::MAX, output: u64::MAX, pulls: 0 };
 
-    /// Returns where a rank with these tensors expects the message of another rank: where it would
-    /// be if the other rank's tensors had the same offsets. Its own message starts at `mine` in a
-    /// gathered output, the other's at `theirs`.
+    /// Returns the offset at which a rank with these tensors expects the message of another rank:
+    /// the offset of that message if the other rank's tensors had the same offsets. In a gathered
+    /// output the rank's own message starts at `mine`, and the other rank's message at `theirs`.
     pub fn expected(self, mine: u64, theirs: u64) -> u64 {
         let in_place = self.input == self.output.wrapping_add(mine);
         if in_place { self.output.wrapping_add(theirs) } else { self.input }
@@ -67,11 +67,11 @@ impl TensorOffsets {
     }
 }
 
-/// Number of bits of an offset: a GPU's addresses have fewer.
+/// Number of bits of an offset, more than the addresses of a GPU have.
 const OFFSET_BITS: u32 = 48;
 
-/// If a rank is this many launches ahead of another, neither reads nor writes a launch's slot: the
-/// slot may still have, or already have, another launch.
+/// A rank that is more than this many launches ahead of another neither reads nor writes the slot
+/// of its launch, because the other rank may still need the launch that the slot held before.
 const NEAR: u64 = 48;
 
 /// The content of a slot's word.
@@ -79,7 +79,7 @@ const NEAR: u64 = 48;
 struct SlotWord {
     number: u64,
     mode: CopyMode,
-    /// A bit for each rank that has launched it.
+    /// A bit for each rank that has launched the call.
     launched: u64,
 }
 
@@ -97,14 +97,14 @@ impl SlotWord {
 /// The decision about a launch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CopyDecision {
-    /// How its bytes move; the same on all ranks.
+    /// How the launch's bytes move; the same on all ranks.
     pub mode: CopyMode,
-    /// The ranks that launched it before this one, with their tensors.
+    /// The ranks that launched the call before this rank, with the offsets of their tensors.
     pub earlier: Vec<(Rank, TensorOffsets)>,
 }
 
-/// Decides launch `number`, which this rank has published. The first rank decides what it `wanted`;
-/// if another rank may be far ahead, all ranks stage.
+/// Decides launch `number`, which this rank has published. The first rank that launches the call
+/// chooses the mode that it `wanted`; if another rank may be far ahead, all ranks stage.
 pub fn decide(
     control: &ControlBlock,
     number: u64,
@@ -113,7 +113,7 @@ pub fn decide(
 ) -> CopyDecision {
     let alone = CopyDecision { mode: CopyMode::Staged, earlier: Vec::new() };
     // Pairs with the fences of the other ranks: of two ranks that publish the same number at the
-    // same time, at least one sees the other's.
+    // same time, at least one sees the other's number.
     fence(Ordering::SeqCst);
     let launched = || control.peers().map(|peer| launch_log::launched(control, peer));
     if launched().any(|count| count + NEAR < number) {
@@ -134,7 +134,7 @@ pub fn decide(
     };
     let decided = || SlotWord::of(slot.word.load(Ordering::Acquire)).number == number;
     if passed {
-        // It is mostly about to write the slot.
+        // The rank that passed this launch is usually about to write the slot.
         (0..LOOKS).take_while(|_| !decided()).for_each(|_| std::hint::spin_loop());
     }
     let mut seen = slot.word.load(Ordering::Acquire);

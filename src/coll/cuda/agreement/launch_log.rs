@@ -13,10 +13,10 @@ use crate::rank::Rank;
 use crate::sync::shared_text::SharedText;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-/// How many launches a rank can be ahead of another and still be compared; a stream holds about a
-/// thousand launches.
+/// Maximum number of launches by which a rank can be ahead of another and still be compared. A rank
+/// can get further ahead, because a stream holds about a thousand launches.
 const ENTRIES: usize = 128;
-/// Number of sends and receives that a rank keeps for each other rank.
+/// Number of sends, and of receives, that a rank records for each other rank.
 const MESSAGE_RECORDS: usize = 16;
 
 /// The launch log of one rank, in shared memory. Only this rank writes it, except for the zero-copy
@@ -29,20 +29,20 @@ struct LaunchLog {
     sent: [[MessageRecord; MESSAGE_RECORDS]; MAX_RANKS],
     received: [[MessageRecord; MESSAGE_RECORDS]; MAX_RANKS],
     zero_copy: ZeroCopyWord,
-    /// Decisions about launches, written by any rank; only rank 0's are used.
+    /// Decisions about launches, written by any rank; only the slots of rank 0 are used.
     copies: [CopySlot; COPY_SLOTS],
 }
 
-/// Written by any rank; only rank 0's is used. It has its own cache lines, because every launch
-/// reads it.
+/// A word that any rank writes; only the word of rank 0 is used. It has its own cache lines,
+/// because every launch reads it.
 #[repr(C, align(128))]
 struct ZeroCopyWord(AtomicU64);
 
 /// Number of launches whose decision about copies is kept.
 const COPY_SLOTS: usize = 64;
 
-/// A launch whose bytes copy engines move; the ranks that are near each other use it
-/// ([`super::copy_mode`]).
+/// The decision about a launch whose bytes copy engines move, and the offsets of each rank's
+/// tensors ([`super::copy_mode`]).
 #[repr(C)]
 pub(super) struct CopySlot {
     /// Number of the launch, the mode, and a bit for each rank that has launched it.
@@ -101,7 +101,7 @@ fn launch_log(control: &ControlBlock, rank: Rank) -> &LaunchLog {
     unsafe { control.segment().at::<LaunchLog>(control.layout().launch_log(rank)) }
 }
 
-/// Reserves the group's launch logs.
+/// Reserves this rank's launch log.
 pub fn reserve(control: &ControlBlock) -> Result<()> {
     let purpose = format_args!("launches of group \"{}\"", control.name());
     control.segment().reserve(
@@ -111,7 +111,7 @@ pub fn reserve(control: &ControlBlock) -> Result<()> {
     )
 }
 
-/// Returns the word of [`super::zero_copy`].
+/// Returns the word through which the ranks agree in [`super::zero_copy`].
 pub(in crate::coll::cuda) fn zero_copy_word(control: &ControlBlock) -> &AtomicU64 {
     &launch_log(control, Rank(0)).zero_copy.0
 }
@@ -126,8 +126,8 @@ pub fn launched(control: &ControlBlock, rank: Rank) -> u64 {
     launch_log(control, rank).launched.load(Ordering::Acquire)
 }
 
-/// Returns the description of the last call that `rank` has launched; `None` also while it launches
-/// the next one.
+/// Returns the description of the last call that `rank` has launched. `None` if it has launched no
+/// call, or if it launches `ENTRIES` more calls during the read.
 pub fn last(control: &ControlBlock, rank: Rank) -> Option<Description> {
     let number = launched(control, rank);
     read(launch_log(control, rank), number).filter(|_| number > 0).map(|record| record.description)
@@ -139,8 +139,8 @@ pub fn progress(control: &ControlBlock, rank: Rank) -> String {
     format!("{} CUDA collectives launched{last}", launched(control, rank))
 }
 
-/// Records that this rank launches `call` as its launch `number`, and compares it with the ranks
-/// that have launched theirs. Fails the group if they differ.
+/// Records that this rank launches `call` as its launch `number`, and compares it with launch
+/// `number` of every rank that has reached it. Fails the group if they differ.
 pub fn compare(
     control: &ControlBlock,
     number: u64,
@@ -152,7 +152,7 @@ pub fn compare(
     let me = (call.op == Collective::AllToAll).then_some(control.rank());
     for peer in control.peers() {
         let Some((other, lengths)) = read_with(launch_log(control, peer), number, me) else {
-            // In this order, so that a launch from before the peer left is seen.
+            // The count is read after the exit, so that it includes every launch of the peer.
             if let Some(how) = control.exit_reason(peer)
                 && launched(control, peer) < number
             {
@@ -246,8 +246,8 @@ fn call_site_of(control: &ControlBlock, rank: Rank, number: u64, record: &Launch
     }
 }
 
-/// Fails the group if a peer has launched a call that this rank, which has left, never will; the
-/// peer would wait in vain.
+/// Fails the group if a peer has launched a call that this rank, which has left, will never launch:
+/// the peer would wait until its timeout.
 pub fn abandon(control: &ControlBlock) {
     // Pairs with the fence in `note`: this rank sees the peer's launch, or the peer sees that this
     // rank has left.
@@ -279,7 +279,7 @@ pub struct MessageLaunch {
 }
 
 /// Records `transfer`, and compares it with its other end if that has been launched. Fails the
-/// group if the lengths differ, because the two ends would count different chunks.
+/// group if the lengths differ, because the two ends would count different numbers of chunks.
 pub fn compare_transfer(control: &ControlBlock, transfer: MessageLaunch) -> Result<()> {
     let MessageLaunch { send, peer, number, bytes } = transfer;
     let me = control.rank();

@@ -1,5 +1,6 @@
-//! Agreement of the ranks before a launch: on the calls themselves ([`launch_log`]), and on which
-//! tensors peers may access directly ([`zero_copy`]).
+//! Agreement of the ranks before a launch: on the calls themselves ([`launch_log`]), on the launch
+//! from which calls are zero-copy ([`zero_copy`]), and on how copy engines move the bytes
+//! ([`copy_mode`]).
 
 pub mod copy_mode;
 pub mod launch_log;

@@ -15,8 +15,8 @@ use std::time::Duration;
 
 /// The word while no rank has proposed a launch.
 const NEVER: u64 = 0;
-/// A proposal that ranks overtook is raised by 1, 2, 4 … launches more than needed, so that the
-/// loop ends.
+/// Maximum exponent of a raise: a proposal that ranks overtook is raised to 1, 2, 4 … launches past
+/// the highest published launch, so that the loop ends.
 const STEEPEST: u32 = 16;
 
 /// A word that is not [`NEVER`].
@@ -57,10 +57,10 @@ pub trait ZeroCopyWords {
     fn wake(&self);
 }
 
-/// Returns true if launch `number` is zero-copy; the same on all ranks. This rank, `me`, has
-/// published the number and issued a sequentially consistent fence. If no rank has proposed a
-/// launch and this one `wanted` it, it proposes this launch, or the next one that no rank has
-/// reached.
+/// Returns true if launch `number` is zero-copy; the result is the same on all ranks. This rank,
+/// `me`, has published the number and issued a sequentially consistent fence. If no rank has
+/// proposed a launch and this rank `wanted` zero-copy, it proposes this launch, or the next one
+/// that no rank has reached.
 pub fn decide(shared: &impl ZeroCopyWords, me: u32, number: u64, wanted: bool) -> Result<bool> {
     if wanted && shared.word() == NEVER {
         propose(shared, me, number);

@@ -22,17 +22,17 @@ pub(super) struct CopyStreams {
     /// Events at the end of the caller's stream and of the copies' stream: one pair for eager
     /// calls, one for captured calls.
     ends: [[Event; 2]; 2],
-    /// Pins of bytes that this rank pulls from where it expects a message, until the event has
-    /// passed: if the guess is wrong, nothing else keeps these bytes mapped.
+    /// Pins of bytes that this rank pulls from an address at which it expects a message, held until
+    /// the event has passed: if the guess is wrong, nothing else keeps these bytes mapped.
     pulled: VecDeque<(Event, Vec<SegmentPin>)>,
-    /// The same for captured calls, which may be replayed at any time.
+    /// Such pins of captured calls, held as long as the group: a graph may be replayed at any time.
     captured: Vec<SegmentPin>,
 }
 
 /// A call that copy engines move, before the ranks have decided how.
 pub(super) struct CopyOffer {
     own: TensorOffsets,
-    /// For each rank the address where this rank expects its message, if that is mapped here.
+    /// For each rank the address at which this rank expects that rank's message, if mapped here.
     expected: Vec<Option<(u64, Option<SegmentPin>)>>,
 }
 
@@ -47,8 +47,8 @@ impl CopyStreams {
         })
     }
 
-    /// Keeps `pins` until `stream` has passed its work so far, or, if that is recorded, as long as
-    /// the group.
+    /// Keeps `pins` until `stream` has completed the work that is enqueued so far; if that work is
+    /// `captured`, as long as the group lives.
     fn keep(&mut self, pins: Vec<SegmentPin>, stream: Stream, captured: bool) -> Result<()> {
         if !self.pulled.is_empty() {
             let _relaxed = RelaxedCapture::begin()?;
@@ -88,8 +88,8 @@ impl CopyStreams {
 }
 
 impl Communicator {
-    /// Returns where the tensors of `call` are, and are expected, if copy engines move it. `None`
-    /// on all ranks or none.
+    /// Returns where the tensors of `call` are, and where the peers' tensors are expected, if
+    /// copy engines move the call. All ranks get `None`, or no rank does.
     pub(super) fn copy_offer(&self, call: &CallSpec<'_>) -> Option<CopyOffer> {
         let (me, n) = (self.control.rank().index(), self.control.size());
         let long = || copy_engine::volume(call, me, n) >= self.tuning.copy_engine_bytes;
@@ -227,8 +227,8 @@ impl Communicator {
             stats::count(Some(call.op), "copy_engine_repaired");
         }
         let tasks = CopyTasks::new(context, &self.tuning).of(call, direct.as_deref());
-        // Loading a kernel may wait for the kernels on the device, and those of the first tasks
-        // wait for peers.
+        // All kernels are loaded first: loading one may wait for the kernels on the device, and the
+        // kernels of the first tasks wait for peers.
         for task in &tasks {
             if let Task::Kernel { launch, .. } = task {
                 state.kernels.ready(&self.device, launch, call.dtype, call.reduce_op)?;

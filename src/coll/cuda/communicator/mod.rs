@@ -71,7 +71,7 @@ pub struct Communicator {
 pub enum Stage {
     /// The call is the launch with this number.
     Begins(u64),
-    /// The algorithm with this name runs it.
+    /// The algorithm with this name runs the call.
     Served(&'static str),
 }
 
@@ -114,7 +114,7 @@ impl Communicator {
                 for call in calls {
                     state.launched += 1;
                     noted(Stage::Begins(state.launched));
-                    // Before the call is published: the ranks decide as soon as it is.
+                    // Before the call is published, because the ranks may then decide at once.
                     let moved = communicator.copy_offer(call);
                     launch_log::compare(&communicator.control, state.launched, call, channel)?;
                     communicator.report.remember(state.launched, Description::of(call));
@@ -312,8 +312,8 @@ impl Communicator {
         let stream = Stream(target.stream);
         let entered = self.device.enter()?;
         let mut state = lock(&self.state);
-        // Under the lock: `release_dead` takes it after the group has failed, and then finds
-        // everything that was enqueued.
+        // Checked under the lock: `release_dead` takes the lock after the group has failed, and
+        // then finds everything that was enqueued.
         if let Some(error) = self.failure() {
             return Err(error);
         }
@@ -337,8 +337,8 @@ impl Communicator {
         let mut outcome = body(self, &mut state, stream, channel, self.context(channel, timeout));
         let stream_of_its_own = matches!(queues, [StreamQueue::Sends] | [StreamQueue::Receives]);
         if outcome.is_ok() && target.background && !stream_of_its_own {
-            // Record now. When this queue continues on another stream, calls of other queues may
-            // already follow on this one, and they wait for other ranks.
+            // Recorded now: when a later call of this queue uses another stream, this stream may
+            // already have calls of other queues, which wait for other ranks.
             for &queue in queues {
                 outcome = outcome
                     .and_then(|()| state.behind[stream_order::slot(queue, capture)].record(stream));
@@ -359,9 +359,9 @@ impl Communicator {
         self.report.failure()
     }
 
-    /// Waits up to `limit` until the enqueued kernels are done, then makes the others end. Returns
-    /// false if some have still not ended; their memory must then be kept. Nothing can be enqueued
-    /// afterwards.
+    /// Waits up to `limit` until the enqueued kernels are done, then makes the remaining kernels
+    /// end. Returns false if some have still not ended; the memory that they use must then be kept.
+    /// Nothing can be enqueued afterwards.
     #[must_use = "memory that kernels use must not be given back"]
     pub fn drain(&self, limit: Duration) -> bool {
         lock(&self.state).closed = true;
@@ -380,13 +380,13 @@ impl Communicator {
     }
 
     /// Unmaps the GPU memory of `rank` after the group has failed because `rank` exited: the driver
-    /// keeps that memory until all peers have unmapped it. Memory that kernels may still use stays:
-    /// of a group with calls in graphs, and memory that windows map.
+    /// keeps that memory until all peers have unmapped it. Memory that kernels may still use stays
+    /// mapped: the memory of a group with recorded calls, and memory that windows map.
     pub fn release_dead(&self, rank: Rank) {
         let Ok(_entered) = self.device.enter() else { return };
         let events = {
             let state = lock(&self.state);
-            // Otherwise recording an event would add to the caller's capture.
+            // In a stream under capture, recording an event would add to the caller's graph.
             let captured = |last: &LastLaunch| last.stream.capture().ok().flatten().is_some();
             if state.closed
                 || state.recorded

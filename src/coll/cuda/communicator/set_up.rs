@@ -70,7 +70,7 @@ impl Communicator {
         });
         let tuning = tuning.within(ctas);
         // Everything that can fail on one rank only is done before a step, so that no rank waits
-        // for one that has failed.
+        // for a rank that has failed.
         let opened = || {
             if n > MAX_RANKS {
                 return Err(Error::config(format!(
@@ -268,8 +268,8 @@ impl Communicator {
     }
 }
 
-/// Returns the memory of the ranks that this one must access, or `None` unless every rank created
-/// its own and can access the others.
+/// Returns the memory of the ranks that this rank `reaches`. `None` unless every rank has created
+/// its memory and can access the memory of all ranks that it reaches.
 fn try_out(
     gather: &AllGather<'_>,
     way: &SetupContext<'_>,
@@ -285,7 +285,7 @@ fn try_out(
     };
     let noted = |error: Error| log::info!("{error}");
     let own = own.map_err(noted);
-    // Before any rank waits for a descriptor from another.
+    // The ranks agree on this before any of them waits for a descriptor from another.
     if !all(own.is_ok())? {
         return Ok(None);
     }
@@ -299,8 +299,8 @@ fn try_out(
         return Ok(None);
     }
     let Some(memory) = made else { return Ok(None) };
-    // Access that worked once in this process is not tested again; only pairs that are new to some
-    // rank are.
+    // The test is skipped if every rank knows from an earlier group that access works for all of
+    // its pairs.
     let pairs: Vec<_> =
         way.peers.iter().enumerate().filter(|&(rank, _)| rank != me && reaches(rank)).collect();
     let pairs: Vec<_> = pairs.into_iter().map(|(_, peer)| (way.device.uuid, peer.uuid)).collect();

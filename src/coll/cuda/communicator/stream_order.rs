@@ -2,8 +2,8 @@
 
 use crate::kernels::cuda::driver::Stream;
 
-/// A class of calls that run one after another. The calls that a graph records are ordered among
-/// themselves.
+/// A class of calls that run one after another. Calls that are recorded into one graph are ordered
+/// only among themselves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum StreamQueue {
     Collectives,
@@ -32,7 +32,7 @@ pub(super) struct LastLaunch {
     pub(super) stream: Stream,
     /// The capture that recorded the call.
     pub(super) capture: Option<u64>,
-    /// True if the queue's event has been recorded after it.
+    /// True if the queue's event has been recorded after the call.
     marked: bool,
 }
 
@@ -41,9 +41,9 @@ pub(super) struct LastLaunch {
 pub(super) enum Dependency {
     /// Nothing: the order of the stream, or of the graph, suffices.
     Nothing,
-    /// The queue's event as recorded.
+    /// The queue's event, which has already been recorded.
     Event,
-    /// The queue's event, after it is recorded in this stream.
+    /// The queue's event, which must first be recorded in this stream.
     EventOf(Stream),
 }
 
@@ -84,8 +84,8 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::BTreeSet;
 
-    /// Streams of a program, then the group's streams: for sends, for receives, for all other
-    /// calls.
+    /// Number of streams of the program, which have the first indices. Then follow the group's
+    /// streams for sends, for receives and for all other calls.
     const PROGRAM: usize = 3;
     const SENDS: usize = 3;
     const RECEIVES: usize = 4;
@@ -98,7 +98,7 @@ mod tests {
         Sync(usize),
         /// A collective on the group's stream, called from a stream of the program.
         Async(usize),
-        /// Sends and receives in one call, in the same way.
+        /// Sends and receives in one call, on the group's stream like `Async`.
         Batch(usize),
         Send(usize),
         Receive(usize),

@@ -17,8 +17,8 @@ pub(in crate::coll::cuda) const MIN_BYTES: usize = 32 << 20;
 pub(in crate::coll::cuda) struct BudgetShare(usize);
 
 /// Returns how many of the `requested` bytes a new group may have. The budget is `FULL` times
-/// `requested`; the group gets at most half of its unused part, but may have [`MIN_BYTES`] in any
-/// case.
+/// `requested`; the group gets at most half of the budget's unused part, but may have [`MIN_BYTES`]
+/// in any case.
 pub(in crate::coll::cuda) fn offer(requested: usize) -> usize {
     let left = (FULL * requested).saturating_sub(*lock(&TAKEN));
     requested.min((left / 2).max(MIN_BYTES))

@@ -26,17 +26,17 @@ pub const COPY_SLOTS: usize = 2;
 pub const UNIT: usize = 16;
 /// Size of a unit with its flags in bytes.
 const LINES: usize = 32;
-/// Product of blocks of an LL-line kernel and ranks: small groups have fewer messages to carry at
-/// once.
+/// Product of the number of blocks of an LL-line kernel and the number of ranks. Small groups get
+/// more blocks, because each block carries fewer messages at once.
 const LL_BLOCK_RANKS: usize = 256;
-/// Product of lanes and ranks if `MIN_STAGE_BYTES` bytes per slot and rank fit into the memory;
-/// otherwise it is halved.
+/// Product of the numbers of lanes and ranks if `MIN_STAGE_BYTES` bytes per slot and rank fit into
+/// the memory; otherwise the product is halved.
 const LANE_RANKS: usize = 4 * MAX_LANES;
-/// Bytes of a stage for each slot number, lane and rank. With fewer, the loss exceeds the gain from
-/// more lanes; more than `MAX_STAGE_BYTES` gain nothing (docs/measurements/gpu-h200.md).
+/// Minimum bytes of a stage for each slot number, lane and rank: below this, short slots lose more
+/// than more lanes gain. More than `MAX_STAGE_BYTES` gain nothing (docs/measurements/gpu-h200.md).
 const MIN_STAGE_BYTES: usize = 16 << 10;
 const MAX_STAGE_BYTES: usize = 24 << 10;
-/// Size of the sentinel slots that one two-shot all-reduce may use.
+/// Maximum size of the sentinel slots of a channel.
 const SENTINEL_BYTES: usize = 17 << 20;
 /// Size of `CopyWords` in `copy_words.cuh`.
 #[cfg(test)]
@@ -85,7 +85,7 @@ impl Channel {
         }
     }
 
-    /// Describes how calls get this channel.
+    /// Returns how calls on this channel run, for error messages.
     pub fn name(self) -> &'static str {
         match self {
             Channel::Collectives | Channel::Transfers => "to run at once",
@@ -125,12 +125,12 @@ fn longest_slot(ranks: usize) -> usize {
 }
 
 impl ChannelLayout {
-    /// Returns the minimum size on every GPU for a group of `ranks`.
+    /// Returns the minimum size of the memory on every GPU for a group of `ranks`.
     pub fn least(ranks: usize) -> usize {
         (ranks * (8 << 20)).max(32 << 20)
     }
 
-    /// Returns the size on every GPU above which a group of `ranks` gains nothing.
+    /// Returns the size of the memory on every GPU above which a group of `ranks` gains nothing.
     pub fn most(ranks: usize) -> usize {
         let lanes = (LANE_RANKS / ranks).min(MAX_LANES);
         let layout = Self {
@@ -198,8 +198,8 @@ impl ChannelLayout {
         (LANE_RANKS / 2 / self.ranks).min(MAX_LANES).min(self.lanes)
     }
 
-    /// Returns the number of lanes with enough memory. The areas before the slots use it in every
-    /// layout, so their offsets do not depend on the size of the memory.
+    /// Returns the number of lanes of a layout with enough memory. In every layout the areas before
+    /// the slots have room for this number, so their offsets do not depend on the memory's size.
     fn most_lanes(self) -> usize {
         (LANE_RANKS / self.ranks).min(MAX_LANES)
     }
@@ -230,8 +230,8 @@ impl ChannelLayout {
         COPY_WORDS
     }
 
-    /// Returns the size of such a call's slot for one source: both passes' slots together, divided
-    /// by [`COPY_SLOTS`].
+    /// Returns the size of a slot of a call whose bytes copy engines move: the staging slots of
+    /// both passes together, divided into [`COPY_SLOTS`] slots for each source.
     pub fn copy_slot_bytes(self) -> usize {
         2 * self.stage_bytes() / (COPY_SLOTS * sources(self.ranks)) / ALIGN * ALIGN
     }

@@ -96,7 +96,8 @@ pub(in crate::coll::cuda) struct SetupContext<'a> {
 }
 
 impl SetupContext<'_> {
-    /// Sends `own` to all peers and returns theirs by rank; this rank's entry is empty.
+    /// Sends `own` to all peers and returns the peers' descriptors by rank; this rank's entry is
+    /// empty.
     fn pass(&self, own: &OwnedFd) -> Result<Vec<Option<OwnedFd>>> {
         let names: Vec<_> = self.peers.iter().map(|peer| peer.mailbox).collect();
         let pids: Vec<u32> = self.control.ranks().map(|rank| self.control.pid(rank)).collect();
@@ -151,7 +152,7 @@ impl LocalWorkspace {
 
 impl PeerWorkspaces {
     /// Maps `own` and the memory of the peers that this rank `reaches`. All ranks must have created
-    /// theirs, because a rank without memory would not take part.
+    /// their memory, because a rank without memory would not take part in the exchange.
     pub(in crate::coll::cuda) fn shared(
         way: &SetupContext<'_>,
         own: LocalWorkspace,
@@ -212,7 +213,7 @@ impl PeerWorkspaces {
     pub(in crate::coll::cuda) fn release_dead(&self, rank: Rank) {
         match self {
             Self::Device(mappings) => drop(lock(mappings)[rank.index()].take()),
-            // The rest of it belongs to the group.
+            // Host memory stays mapped until the group is released.
             Self::Host(_) => {}
         }
     }
@@ -246,7 +247,7 @@ impl PeerWorkspaces {
             self.addresses().into_iter().enumerate().filter(|&(rank, base)| rank != me && base != 0)
         {
             let (out, mut back) = (word(rank), 0u64);
-            // In staging: bytes there are never read before a chunk has arrived.
+            // In a staging slot, whose bytes are never read before a chunk has arrived.
             let at = base + layout.slots(super::layout::StagingPass::Gather) as u64 + me as u64 * 8;
             stream.copy(at, (&raw const out) as u64, 8)?;
             stream.copy((&raw mut back) as u64, at, 8)?;

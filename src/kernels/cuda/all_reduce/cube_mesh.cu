@@ -47,7 +47,7 @@ DEVICE Unit sum_of_quad(const CubeMeshArgs& args, Unit own, const Unit (&mate)[3
   begin(sum, RANK < args.quad[0] ? own : mate[0]);
 #pragma unroll
   for (u32 k = 1; k < 3; ++k) {
-    // Position k is this rank's if k mates precede it; the mates after it have moved up by one.
+    // This rank is at position k if k mates precede it; each later mate i is at position i + 1.
     combine(sum, RANK < args.quad[k - 1] ? mate[k - 1] : RANK < args.quad[k] ? own : mate[k]);
   }
   combine(sum, RANK < args.quad[2] ? mate[2] : own);

@@ -18,7 +18,7 @@ const LARGEST: u64 = 64 << 20;
 /// Keeps machine code below a path.
 ///
 /// It holds no open file: the cache is used rarely, and a program that closes every file descriptor
-/// does no harm.
+/// then does no harm.
 #[derive(Debug)]
 pub struct Folder {
     path: PathBuf,
@@ -36,7 +36,7 @@ impl Folder {
         let name = key.file();
         let about =
             |reason: String| Error::internal(format!("{}/{name} {reason}", self.path.display()));
-        // Not blocking: a pipe with the name of the file would wait for a writer.
+        // Not blocking, because opening a pipe of this name would wait for a writer.
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let file = match openat(&folder, name.as_str(), flags, Mode::empty()) {
             Ok(file) => file,
@@ -61,8 +61,8 @@ impl Folder {
         key.unseal(content).map(Some).map_err(about)
     }
 
-    /// Stores `code` under `key` and replaces the previous content. Readers see the old content or
-    /// the new, never a part.
+    /// Stores `code` under `key` and replaces the previous content. Readers see all of the old
+    /// content or all of the new content.
     pub fn store(&self, key: &CacheKey, code: &[u8]) -> Result<()> {
         let about = |what: &str, reason: String| {
             Error::internal(format!("the folder {} {what}: {reason}", self.path.display()))

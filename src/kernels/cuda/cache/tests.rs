@@ -159,7 +159,8 @@ fn without_a_usable_folder_all_is_made_anew() {
     let temporary = tempfile::tempdir().expect("a folder");
     let file = temporary.path().join("file");
     std::fs::write(&file, "").expect("written");
-    // Below a file, in a directory that rejects files even from root, nowhere, and disabled.
+    // A cache below a file, in a directory in which even root cannot create files, without a path,
+    // and disabled.
     for cache in [
         CacheDir::At(file.join("torch_symm")),
         CacheDir::At("/proc/self".into()),

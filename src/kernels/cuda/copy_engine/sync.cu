@@ -1,6 +1,6 @@
-// Synchronization of the ranks around copies by copy engines. One warp: thread r tells rank r how
-// far this rank is, and waits until rank r is far enough. The copies that the stream made before it
-// are complete, and what peers did before they posted is visible to the stream's later work.
+// Synchronization of the ranks around copies by copy engines. In one warp, thread r posts to rank r
+// how far this rank is, and waits until rank r is far enough. The copies before this kernel in the
+// stream are complete, and what peers did before they posted is visible to the stream's later work.
 #include "copy_words.cuh"
 
 struct CopySyncArgs {

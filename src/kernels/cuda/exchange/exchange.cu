@@ -8,7 +8,7 @@
 #include "zero_copy.cuh"
 
 // The rank's message to itself. The lane copies a chunk of it along with each chunk that it sends.
-// Registers are scarce, so everything is loaded and computed again.
+// Registers are scarce, so each function loads and computes its values again.
 struct OwnMessage {
   const ExchangeArgs& args;
 
@@ -72,7 +72,8 @@ DEVICE bool put_direct(
   });
   to &= ~put;
   from &= ~handshake.take;
-  // If nothing is staged, copy the rank's own message with the others: their stores hide it.
+  // If nothing is staged, copy the rank's own message together with the messages to peers, whose
+  // stores take longer.
   u8* const own = args.to[RANK];
   const bool along =
       (to | from) == 0 && own != nullptr && (u64)own % 16 == 0 && own != args.out.from[RANK];

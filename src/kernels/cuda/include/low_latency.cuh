@@ -7,9 +7,9 @@
 // ended, and nothing is ever cleared.
 //
 // Two buffers, selected by the epoch's parity, suffice because a block that ends an epoch knows
-// that the same block of every peer has started it: it has received from each peer, or
-// (all_reduce/cube_mesh.cu) from a rank that had. So a block that writes to the buffer of epoch e +
-// 2 has ended e + 1, which every peer started after it had read all of e.
+// that the same block of every peer has started it: it has received from each peer, or from a rank
+// that had received from that peer (all_reduce/cube_mesh.cu). So a block that writes to the buffer
+// of epoch e + 2 has ended e + 1, which every peer started after it had read all of e.
 #pragma once
 #include "units.cuh"
 #include "wait.cuh"
@@ -100,7 +100,7 @@ struct LowLatencySession {
   }
 
   // Starts another epoch of the same call, for the units that all blocks together could not carry
-  // in this one. All threads of the block have then finished this epoch.
+  // in the current epoch, once all threads of the block have finished the current epoch.
   DEVICE void next_epoch() {
     sync_block();
     follow(epoch);
@@ -170,7 +170,7 @@ struct LowLatencySession {
         v[r] = data_of(a[r], b[r]);
       });
       // Not `missing != 0`: for 3 ranks the assembler of CUDA 13.0 turns "no bit is set" into "not
-      // both are".
+      // both bits are set".
     } while (waiting && wait.look_again(missing));
   }
 

@@ -13,8 +13,8 @@ constexpr u32 GROUP = 8;
 constexpr u32 ELEMENTS = Chosen::COUNT;
 constexpr u32 PARTS = GROUP / ELEMENTS;
 constexpr u32 MOST = 4;
-// Number of accumulators to which groups are added, and number of accumulators in a block; each
-// thread of a warp has one.
+// LANES: accumulators to which the groups of a row are added. BLOCK: accumulators that a warp folds
+// into one number; each thread of the warp has one.
 constexpr u32 LANES = 1024;
 constexpr u32 BLOCK = 32;
 
@@ -60,8 +60,8 @@ struct Share {
 
   DEVICE u32 group(u32 k) const { return lane + k * lanes; }
   DEVICE bool has(u32 k) const { return group(k) < groups; }
-  // Returns true if the path for one group applies to `args`: it loads from the instruction cache
-  // in a third of the time.
+  // Returns true if the path for one group applies to `args`. That path loads from the instruction
+  // cache in a third of the time.
   DEVICE bool is_plain(const NormArgs& args) const {
     const u64 any =
         (u64)args.from | (u64)args.residual | (u64)args.weight | (u64)args.normed | (u64)args.sum;
@@ -95,7 +95,7 @@ DEVICE void store_of(u8* to, Unit unit) {
 #ifdef SYMM_EMULATED
 DEVICE float square_root(float value) { return __builtin_sqrtf(value); }
 
-// Folds `values`, a power of two of them, in halves.
+// Folds `count` values, a power of two, in halves.
 template <typename Fold>
 DEVICE float in_halves(float* values, u32 count, Fold fold) {
   for (u32 half = count / 2; half > 0; half /= 2) {
@@ -132,8 +132,8 @@ DEVICE float over_warp(float value, Fold fold) {
 }
 
 // Folds one number of each group of a row; missing groups count as 0, and `fold` with 0 must not
-// change a number. `turn` counts the calls and selects one of two buffers: when a thread writes for
-// the call after the next, the barrier of the next call has shown that all threads have read.
+// change a number. `turn` counts the calls and selects one of two buffers. A thread writes a buffer
+// again two calls later: by then the barrier of the call between shows that all threads have read.
 template <u32 K, typename Fold>
 DEVICE float over_row(const float (&of_group)[K], const Share& share, u32& turn, Fold fold) {
   __shared__ float shared[2][BLOCK];
@@ -194,7 +194,7 @@ template <u32 K, typename Summed>
 DEVICE void norm_row(const NormArgs& args, const Share& share, u64 row, u32& turn, Summed summed) {
   const u64 at = row * row_units(args) * 16;
   Unit kept[K][PARTS];
-  // Not kept for float32, which has too few registers.
+  // Not kept for float32, whose kernels have too few registers.
   Unit weight[K];
   // step 1: load the operands that no peer sends
 #pragma unroll

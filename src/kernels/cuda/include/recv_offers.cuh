@@ -161,9 +161,9 @@ struct OffersOfReceiver : OfferedLane {
       const Common& common, const Handshake& handshake, u32 lane, u8* const* to, const u64* bytes)
       : OfferedLane{common, handshake, lane}, to(to), bytes(bytes) {}
 
-  // Offers each message with a chunk in this lane its destination, thread r to rank r. Without a
-  // chunk there must be no offer: the lane's next message would have the same flag and could be
-  // stored to this message's destination.
+  // Offers the destination of each message that has a chunk in this lane; thread r offers to rank
+  // r. A message without a chunk must not be offered: the lane's next message would have the same
+  // flag and could be stored to this message's destination.
   DEVICE void make(const ReceiveSession& session, const u32 (&chunk)[WORLD]) {
     const u32 r = thread();
     made = r < WORLD && (handshake.take >> r & 1) &&

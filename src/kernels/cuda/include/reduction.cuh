@@ -36,7 +36,7 @@ struct Reduction {
 
   static constexpr bool IS_BIT_OP = OP == Op::BAND || OP == Op::BOR || OP == Op::BXOR;
   static constexpr bool IS_COMPLEX = TYPE == DType::C64 || TYPE == DType::C128;
-  // True for pairs of type and operation with a kernel; no operation divides a bool.
+  // True for pairs of type and operation with a kernel; no operation divides or scales a bool.
   static constexpr bool SERVED = TYPE == DType::BOOL ? OP != Op::AVG && OP != Op::PREMUL_SUM
                                  : Format::INTEGER   ? OP != Op::PREMUL_SUM
                                  : IS_COMPLEX
@@ -146,8 +146,8 @@ struct Reduction {
 };
 
 // True if a word of all ones consists of NaNs that no reduction produces, so that a protocol may
-// use it to mean "not yet arrived". It is false for e4m3fn, where four sums below the least number
-// form such a word.
+// use it to mean "not yet arrived". It is false for e4m3fn, in which four sums below the lowest
+// finite number round to such a word.
 template <DType TYPE>
 constexpr bool IS_NAN_OF_ONES = TYPE == DType::BF16 || TYPE == DType::F16 || TYPE == DType::F32 ||
                                 TYPE == DType::C64 || TYPE == DType::F8E5M2;

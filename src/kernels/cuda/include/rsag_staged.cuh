@@ -1,8 +1,7 @@
 // Roles of algorithms that divide a long message into one piece per rank:
 //   - role 0, scatter: sends each rank its piece.
 //   - role 1, gather: computes the result of this rank's piece from the chunks that arrive, and
-//     sends it to the
-//     targets.
+//     sends it to the targets.
 //   - role 2, gather: receives the results of the other ranks' pieces.
 //
 // Each role has a block per lane, and the chunks pass through all three roles as a pipeline.
@@ -54,8 +53,8 @@ DEVICE void scatter(const RsagStagedArgs& args, u32 lane, Lift lift) {
   send_pieces(session, out, ~0u, ChunkOfCall{args.scatter.chunk_bytes}, lift);
 }
 
-// Destinations of results that are stored directly to tensors: of the ranks in `ranks` (a bit
-// each), starting at `at`.
+// Destinations of results that are stored directly to tensors: `ranks` has a bit for each rank with
+// such a tensor, and `at` has the start of the tensor.
 struct Destinations {
   u32 ranks;
   u8* at[WORLD];
@@ -102,7 +101,7 @@ DEVICE void gather_to(
     for (u32 i = thread(); i < units; i += threads()) {
       const u64 offset = first + (u64)i * 16;
       const Unit v = make(slot, i, offset);
-      // Slots have capacity for whole units; tensors end where they end.
+      // Slots have capacity for whole units; a tensor may end within a unit.
       const bool whole = !PLACED || args.bytes - offset >= 16;
       for_each_peer([&](u32 r) {
         if (targets >> r & 1) {

@@ -142,8 +142,8 @@ DEVICE void send_pieces(
       steps = larger(own.steps(session), steps_of(session, out.bytes, chunk, to));
     }
   }
-  // step 3: save the counts for the next call; a call that sent nothing must not, because other
-  // sends may run meanwhile
+  // step 3: save the counts for the next call. A call that sent nothing must not save them, because
+  // a kernel with other sends may run at the same time.
   if (any) {
     session.end();
   }

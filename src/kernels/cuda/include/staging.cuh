@@ -58,7 +58,7 @@ struct Role {
 };
 
 // Returns the lane and role of block `block`. Roles rotate from lane to lane, so that a processor
-// that gets every k-th block gets some of each.
+// that gets every k-th block gets some blocks of each role.
 DEVICE Role role_of(u32 block, u32 roles) {
   const u32 lane = block / roles;
   return {lane, (block + lane) % roles};
@@ -219,9 +219,9 @@ struct ReceiveSession : Stage {
     sync_block();
   }
 
-  // Returns the slots that have been read to the ranks in `sources`. A sync_block must precede it.
-  // It needs no fence: before that barrier every thread has used what it loaded, and a store does
-  // not overtake a completed load.
+  // Gives the ranks in `sources` a credit for the slots that have been read. A sync_block must
+  // precede it. It needs no fence: before that barrier every thread has used what it loaded, and a
+  // store does not overtake a completed load.
   DEVICE void release(u32 sources) {
     const u32 r = thread();
     if (r < WORLD && (sources >> r & 1)) {
@@ -277,8 +277,8 @@ struct ChunkOfMessage {
   DEVICE static u64 offset(Start start, u32 at) { return (u64)start * START_STEP + (u64)at * 16; }
 };
 
-// The same for sends and receives. A call mostly has one message, so chunks are moved one by one: a
-// thread can then have more units of one chunk in flight than of several chunks.
+// The same chunk lengths for sends and receives. Most calls have one message, so chunks are moved
+// one by one: a thread can then have more units of one chunk in flight than of several chunks.
 struct ChunkOfTransfer : ChunkOfMessage {
   static constexpr bool ONE_BY_ONE = true;
 };

@@ -84,7 +84,7 @@ DEVICE u32 larger(u32 a, u32 b) {
   return a > b ? a : b;
 }
 
-// Number of units that a thread moves at once, in moves that load each unit once.
+// Number of units that a thread moves at once if it loads from one message at a time.
 #define ALONE_AT_ONCE 4u
 
 // Calls `move(u, at)` for each of the units i, i + step, … below `units` that a thread moves at

@@ -24,8 +24,8 @@ struct Handshake {
   // the same holds for the destination of that rank's message.
   u32 give;
   u32 take;
-  // Index in the report of the count of this channel's zero-copy collectives or sends. The next
-  // word counts its zero-copy receives.
+  // Index in `Report::direct` of the count of this channel's zero-copy collectives or sends. The
+  // next word counts the channel's zero-copy receives.
   u32 count;
   // Minimum length of a zero-copy message of an exchange, not 0; shorter ones are staged.
   u32 least;
@@ -43,8 +43,8 @@ DEVICE u64 second_of(Unit v) {
   return v.z | (u64)v.w << 32;
 }
 
-// Masks of a block's partners, a bit each: the block sends to `to` at the start and waits for them
-// at the end, and the reverse for `from`.
+// Masks of a block's partners, a bit each. At the start the block sends to the ranks in `to` and
+// waits for the ranks in `from`; at the end it sends to `from` and waits for `to`.
 struct Partners {
   u32 to;
   u32 from;
@@ -76,7 +76,7 @@ struct HandshakeSession {
 
   DEVICE void begin() { lines.begin(); }
 
-  // Returns the handshake word for an address in this rank's symmetric memory; 0 for none.
+  // Returns the handshake word for the address `at`; 0 unless it is in symmetric memory.
   DEVICE u64 word(bool symmetric, const u8* at) const {
     return symmetric ? (u64)at - handshake.heap[RANK] + 1 : 0;
   }

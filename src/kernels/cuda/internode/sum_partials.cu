@@ -21,8 +21,8 @@ struct SumPartialsArgs {
 // src/internode/cuda/sum.rs declares the same layout.
 static_assert(sizeof(SumPartialsArgs) == 40 + 8 * MAX_NODES, "");
 
-// Accumulators of one node's unit. `lift` rounds a product as a sender does; here products are not
-// rounded.
+// Starts `sum` with one node's unit, under PREMUL_SUM times the node's factor. Unlike `lift`, which
+// rounds products as a sender does, this does not round.
 template <Op OP, typename R>
 DEVICE void weigh(typename R::Sum& sum, Unit v, [[maybe_unused]] double factor) {
   R::begin(sum, v);

@@ -26,7 +26,7 @@ pub fn nvrtc() -> Result<&'static Nvrtc> {
     static OPENED: OnceLock<Nvrtc> = OnceLock::new();
     match OPENED.get() {
         Some(opened) => Ok(opened),
-        // Threads that meet here each open it; the system counts the references.
+        // Several threads may open the library at once; the system counts the references.
         None => find().map(|found| OPENED.get_or_init(|| found)),
     }
 }

@@ -1,7 +1,7 @@
 //! NVIDIA's run-time compiler, opened at run time: the build does not need it, and neither does a
 //! node without GPUs.
 //!
-//! Not from cudarc, which searches for the library under the names of one toolkit only.
+//! It is not opened through cudarc, which searches only for the library names of one toolkit.
 #![allow(unsafe_code, reason = "functions of NVRTC, found at run time")]
 
 mod compilation;
@@ -69,8 +69,8 @@ pub struct Nvrtc {
     /// Major and minor version.
     version: (i32, i32),
     path: PathBuf,
-    /// The library that the compiler opens by its bare name while it compiles; held so that it is
-    /// found.
+    /// The library that the compiler opens by its bare name while it compiles; held open so that
+    /// the compiler finds it.
     _builtins: Option<Library>,
     /// The library that contains `functions`; declared after them, so that it is dropped last.
     _library: Library,
@@ -107,8 +107,8 @@ impl Nvrtc {
                 path.display()
             )));
         }
-        // The compiler searches for its built-in functions where the linker does, not in its own
-        // directory: it finds them if they are open.
+        // The compiler searches for the library of its built-in functions in the linker's paths,
+        // not in its own directory. It also finds that library if it is already open.
         let builtins =
             path.with_file_name(format!("libnvrtc-builtins.so.{}.{}", version.0, version.1));
         // SAFETY: as above; the file is a table.
