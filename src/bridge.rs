@@ -82,7 +82,7 @@ pub mod ffi {
     /// overwrite these inputs.
     struct Outcome {
         status: Status,
-        /// Number of the first call in the group.
+        /// Sequence number of the first call.
         sequence: u64,
         /// The ticket for `wait`.
         ticket: u64,
@@ -101,8 +101,8 @@ pub mod ffi {
         /// A name of `config::InterNodeChoice` or of torch's backends; empty if the group does not
         /// choose.
         inter_node_backend: String,
-        /// Names of a `ReduceDtype`, a `SumOrder`, a `CtaPolicy`, and a number of blocks; empty, or
-        /// 0, for no choice.
+        /// Names of a `ReduceDtype`, a `SumOrder` and a `CtaPolicy`, and a number of blocks. An
+        /// empty name or 0 means that the user made no choice.
         reduce_dtype: String,
         order: String,
         cta_policy: String,
@@ -198,7 +198,7 @@ pub mod ffi {
             amount: i64,
             timeout_ms: i64,
         ) -> StoreReply;
-        /// Returns true if it implements `append`, `multi_get` and `multi_set` itself.
+        /// Returns true if the store implements `append`, `multi_get` and `multi_set` itself.
         fn extended(self: &StoreHandle) -> bool;
         /// The store's own timeout; 0 if it has none.
         fn timeout_ms(self: &StoreHandle) -> i64;
@@ -208,8 +208,8 @@ pub mod ffi {
         type TransportsHandle = crate::bridge::transport::ffi::TransportsHandle;
         /// A handle that reports Python's signals.
         type InterruptHandle;
-        /// Returns true if a signal has raised on the calling thread, the main one. Never throws;
-        /// takes the GIL.
+        /// Returns true if a signal handler has raised an exception on the calling thread, which is
+        /// the main thread. Never throws; takes the GIL.
         fn is_pending(self: &InterruptHandle) -> bool;
         /// The receiver of the outcome of an asynchronous call; called exactly once, on any thread,
         /// without locks held.
@@ -241,19 +241,19 @@ pub mod ffi {
         /// Returns a report of all GPUs of this node.
         fn topology_report() -> TextResult;
         type GroupHandle;
-        /// Joins a group through `store`, also on other nodes. On failure `status` is the error,
-        /// and `group` cannot be used.
+        /// Joins a group, whose ranks may be on several nodes, through `store`. On failure `status`
+        /// is the error, and `group` cannot be used.
         fn join(
             store: UniquePtr<StoreHandle>,
             transports: SharedPtr<TransportsHandle>,
             spec: &JoinSpec,
         ) -> JoinResult;
-        /// Runs `calls` in order and returns when they have ended: on this thread if the group is
-        /// idle. A failed call fails the group. `profiled`: the flight recorder notes for which
+        /// Runs `calls` in order, on this thread if the group is idle, and returns when they have
+        /// ended. A failed call fails the group. If `profiled`, the flight recorder notes for which
         /// ranks this rank waits.
         fn run(self: &GroupHandle, calls: &[CallSpec], timeout_ms: i64, profiled: bool) -> Outcome;
-        /// Queues `calls`. `done` is called only if they were queued: the status is 0 and `asides`
-        /// of the outcome is empty.
+        /// Queues `calls`. `done` is called only if they were queued; in that case the outcome has
+        /// kind 0 and its `asides` is empty.
         fn submit(
             self: &GroupHandle,
             calls: &[CallSpec],
@@ -261,20 +261,20 @@ pub mod ffi {
             profiled: bool,
             done: UniquePtr<Completion>,
         ) -> Outcome;
-        /// Checks `calls` of a coalesced block, which `launch` gets at its end, without starting
-        /// any.
+        /// Checks `calls` of a coalesced block without starting any; `launch` gets them at the end
+        /// of the block.
         fn examine(self: &GroupHandle, calls: &[CallSpec]) -> Outcome;
         /// Starts a send; the returned ticket is for `wait`.
         fn send(self: &GroupHandle, transfer: &MessageSpec, done: UniquePtr<Completion>) -> u64;
         /// Starts a receive; the returned ticket is for `wait`.
         fn recv(self: &GroupHandle, transfer: &MessageSpec, done: UniquePtr<Completion>) -> u64;
-        /// Blocks until the completion of `ticket` has been called, and advances it. Kind 9 if
-        /// `timeout_ms` passes first.
+        /// Advances the work of `ticket` and blocks until its completion has been called. Returns
+        /// kind `WaitTimeout` if `timeout_ms` passes first.
         fn wait(self: &GroupHandle, ticket: u64, timeout_ms: i64) -> Status;
         /// Advances pending messages without blocking.
         fn progress(self: &GroupHandle);
         /// Enqueues `calls` on a CUDA stream; only the first launch waits for the peers.
-        /// `background`: the group's own stream.
+        /// `background` is true if `stream` is the group's own stream.
         fn launch(
             self: &GroupHandle,
             calls: &[CallSpec],
@@ -292,11 +292,11 @@ pub mod ffi {
             background: bool,
             timeout_ms: i64,
         ) -> Status;
-        /// Sets up the group's memory on CUDA device `device`; blocks until all ranks have called
-        /// it or launched. Idempotent.
+        /// Sets up the group's memory on CUDA device `device`; blocks until every rank has called
+        /// this function or launched a call. Idempotent.
         fn connect(self: &GroupHandle, device: i32) -> Status;
-        /// Waits until every rank has called it: a barrier, except that a timeout's error lists the
-        /// missing ranks on the root.
+        /// Waits until every rank has called this function, as a barrier does. If the wait times
+        /// out, the error on rank 0 names one missing rank, or all of them.
         fn monitored_barrier(
             self: &GroupHandle,
             timeout_ms: i64,
@@ -312,7 +312,7 @@ pub mod ffi {
             pad_bytes: usize,
             timeout_ms: i64,
         ) -> WindowResult;
-        /// Reports to the ranks that wait for it that this rank rejected a collective because of
+        /// Reports to the ranks that wait for this rank that it rejected a collective because of
         /// `text`.
         fn reject(self: &GroupHandle, text: &str);
         /// Reports, as `reject` does, a rejected operator on symmetric memory of the host.
@@ -323,28 +323,28 @@ pub mod ffi {
         fn abort(self: &GroupHandle);
         /// Leaves the group after pending calls, at the latest after the timeout; idempotent.
         fn shutdown(self: &GroupHandle);
-        /// The same within `limit_ms`, after which pending calls fail. `farewell`: the error that
-        /// makes this rank leave, or empty.
+        /// Leaves the group as `shutdown` does, but calls that are pending after `limit_ms` fail.
+        /// `farewell` is the error that makes this rank leave, or empty.
         fn leave(self: &GroupHandle, limit_ms: i64, farewell: &str);
         /// Returns the number of collectives that have started, which is the same on all ranks.
         fn sequence(self: &GroupHandle) -> u64;
-        /// The timeout of calls that have none of their own.
+        /// Sets the timeout of calls that have no timeout of their own.
         fn set_timeout(self: &GroupHandle, timeout_ms: i64);
         /// Returns the index of the CUDA device on which the group is set up; -1 if there is none.
         fn device(self: &GroupHandle) -> i32;
         fn timeout(self: &GroupHandle) -> i64;
         /// Returns the first failure; kind 0 if the group has not failed.
         fn error(self: &GroupHandle) -> Status;
-        /// Returns the first failure of a call; kind 0 if no call has failed. A death counts once a
-        /// call has raised it.
+        /// Returns the first failure of a call; kind 0 if no call has failed. The exit of a rank
+        /// counts only once a call has raised it.
         fn failure(self: &GroupHandle) -> Status;
         /// Allocates `bytes` of zeroed symmetric memory of a CUDA device, or of the host if
-        /// `device` is negative; frees it.
+        /// `device` is negative. `free_window` frees it.
         fn allocate_window(device: i32, bytes: usize, address: &mut usize) -> Status;
         fn free_window(address: usize) -> Status;
-        /// True if `address` is in this process's symmetric memory; true if memory of the host may
-        /// be written.
+        /// Returns true if `address` is in this process's symmetric memory.
         fn is_symmetric(address: usize) -> bool;
+        /// Returns true if the `bytes` bytes of host memory at `address` may be written.
         fn is_writable(address: usize, bytes: usize) -> bool;
         type WindowHandle;
         /// Returns the addresses of the ranks' buffers in this process.
@@ -364,8 +364,8 @@ pub mod ffi {
         fn check_process(self: &WindowHandle) -> Status;
         /// Keeps the memory until the group ends, because a graph that is being recorded uses it.
         fn record(self: &WindowHandle);
-        /// Returns, or lets `stream` continue, once all ranks have called it on this channel. Late
-        /// ranks are named by a later call.
+        /// Returns, or lets `stream` continue, once all ranks have called `barrier` on this
+        /// channel. If ranks are late on a GPU, the error of a later call names them.
         fn barrier(self: &WindowHandle, channel: i32, timeout_ms: i64, stream: usize) -> Status;
         /// Sets this rank's word of `channel` in the pad of `peer`, once it is clear.
         fn put_signal(
@@ -384,8 +384,8 @@ pub mod ffi {
             timeout_ms: i64,
             stream: usize,
         ) -> Status;
-        /// Collective on the host, like the next ones: sums the inputs. `local` is first copied to
-        /// the start of this rank's input.
+        /// Sums the inputs, after it copies `local` to the start of this rank's input. This
+        /// function and the next ones are collectives on the host.
         fn one_shot_all_reduce(
             self: &WindowHandle,
             dtype: i32,
@@ -417,7 +417,7 @@ pub mod ffi {
         ) -> Status;
         /// Stores `value` to the word at `address` with release ordering.
         fn store_release(address: usize, value: u32) -> Status;
-        /// Returns the directories that may have the CUDA kernels' compiler, best first; the
+        /// Sets the directories that may have the CUDA kernels' compiler, best first, as the
         /// system's bytes.
         fn cuda_libraries(folders: &CxxVector<CxxString>);
         /// Returns kind 0 if `reduce_op` (torch code) means something for `dtype` (torch code).
@@ -429,7 +429,7 @@ pub mod ffi {
         fn blocking_wait() -> bool;
         /// True if calls carry their call sites: `SYMM_DEBUG=call_site`.
         fn call_sites_wanted() -> bool;
-        /// Returns the number of a line of the user's program, "train.py:12".
+        /// Returns a number for `text`, a line of the user's program such as "train.py:12".
         fn call_site_number(text: &str) -> u32;
         /// Returns statistics as JSON: CUDA calls of this process by algorithm, and bytes between
         /// nodes.
@@ -439,8 +439,8 @@ pub mod ffi {
         fn stats_seconds() -> u64;
         /// Returns the last calls of this process as JSON.
         fn trace_text() -> TextResult;
-        /// Writes `content` to `path` (the system's bytes), or if it is empty as `name` among the
-        /// dumps; returns the file's path.
+        /// Writes `content` to `path` (the system's bytes), or to the file `name` in the directory
+        /// of dumps if `path` is empty; returns the file's path.
         fn write_trace(path: &[u8], name: &str, content: &[u8]) -> TextResult;
         /// Returns true if CUDA device `device` supports memory that its peers access directly.
         fn supports_symm_mem(device: i32) -> bool;
@@ -458,8 +458,8 @@ pub mod ffi {
         /// While `on`, keeps log lines that pass `filter` (empty: `SYMM_LOG`) for `log_lines`
         /// instead of writing them to stderr.
         fn log_to_queue(filter: &str, on: bool);
-        /// Returns the kept lines as JSON: level, module, text, seconds since 1970. Waits for the
-        /// first one while lines are kept.
+        /// Returns the kept lines as JSON: level, module, text, seconds since 1970. While lines are
+        /// kept, waits up to `limit_ms` for the first one.
         fn log_lines(limit_ms: u64) -> String;
         fn version() -> String;
     }

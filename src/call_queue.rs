@@ -41,8 +41,8 @@ const IDLE_THREAD_TIMEOUT: Duration = Duration::from_secs(1);
 /// the worker runs the job. While calls keep arriving, a worker that polls need not be woken by
 /// submitters: if every core has a rank, a wake-up takes longer than a short collective.
 const DEFERRED_JOB_POLL: Duration = Duration::from_millis(1);
-/// Time after which the submitter of a job counts as late: it computes meanwhile, and does not wait
-/// at once, as torch's functional collectives do. `docs/measurements/cpu.md` has the figures.
+/// The time after which the submitter of a job counts as late, because it computes before it waits.
+/// torch's functional collectives wait at once. `docs/measurements/cpu.md` has the figures.
 const PROMPT_SUBMITTER: Duration = Duration::from_micros(150);
 
 /// A group's queue.
@@ -288,8 +288,8 @@ impl CallQueue {
     }
 
     /// Waits until no call is queued or running. Returns false if that takes longer than `limit`,
-    /// or very soon if a thread is inside a call, which must not stay there because another thread
-    /// destroys the group. Completions may still be running.
+    /// or longer than `DESTROY_GRACE` if a thread is blocked in a call: that thread must not stay
+    /// blocked because another thread destroys the group. Completions may still be running.
     pub fn drain(&self, limit: Duration) -> bool {
         let since = Instant::now();
         let mut state = lock(&self.state);

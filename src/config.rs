@@ -12,7 +12,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-/// The directory for compiled kernels.
+/// The cache directory, for compiled kernels and the user's profiles.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CacheDir {
     /// Disabled by the user.
@@ -123,16 +123,16 @@ pub struct Config {
     /// makes each collective.
     pub debug_call_site: bool,
     /// `SYMM_INTER_NODE_BACKEND`: `none`, `gloo`, `nccl`, `auto` (the default) or backends of
-    /// torch, which connect the nodes of a group whose options do not say; the same on all ranks.
+    /// torch, for the nodes of a group whose options choose none; the same on all ranks.
     pub inter_node: String,
     /// `SYMM_ORDER`: `rank` (the default) or `tree`, the order of sums in groups whose options do
-    /// not say.
+    /// not choose one.
     pub order: SumOrder,
     /// `SYMM_CTA_POLICY`: `default`, `efficiency` or `zero`, and `SYMM_MAX_CTAS`: a number of
-    /// blocks; absent: no limit. For groups whose options do not say (`docs/guide/gpus.md`).
+    /// blocks; absent: no limit. For groups whose options do not choose (`docs/guide/gpus.md`).
     pub ctas: CtaOptions,
     /// `SYMM_REPLACE_GLOO`: `1` makes symm serve the CPU tensors of Gloo groups. Python evaluates
-    /// it before this is read; see `python/torch_symm/_replace_gloo.py`. Default: 0.
+    /// it before Rust does; see `python/torch_symm/_replace_gloo.py`. Default: 0.
     pub replace_gloo: bool,
     /// `GLOO_SOCKET_IFNAME`, Gloo's variable: comma-separated interfaces of the network between
     /// nodes; absent: the interface of the host name's address.

@@ -58,7 +58,7 @@ fn state() -> MutexGuard<'static, WatchState> {
     lock(STATE.get())
 }
 
-/// Ends the calls when dropped.
+/// A subscription to callbacks. Dropping it ends them.
 ///
 /// Dropping never waits: a call that has started may still be running, or about to start on the
 /// watcher's thread, when the drop returns. It is therefore safe under any lock including the
@@ -72,8 +72,8 @@ pub struct Subscription {
 
 impl Drop for Subscription {
     fn drop(&mut self) {
-        // A forked child drops its copy of the parent's subscription, which its own state does not
-        // know.
+        // A forked child drops its copy of the parent's subscription, which the child's state does
+        // not contain.
         if self.generation != generation() {
             return;
         }
@@ -115,7 +115,7 @@ pub fn watch(members: &[MemberProcess], on_exit: OnExit) -> Result<Subscription>
     })
 }
 
-/// Calls `call` once after `delay`, on the thread of `watch`'s callbacks and under their rules.
+/// Calls `call` once after `delay`, on the watcher's thread; `call` must not block.
 ///
 /// # Errors
 /// `Config` if the system refuses to start the thread.
@@ -174,7 +174,7 @@ fn ending(state: &WatchState) -> Vec<Arc<OwnedFd>> {
     suspected.map(|target| Arc::clone(&target.pidfd)).collect()
 }
 
-/// The thread: ends once there are no subscribers.
+/// Runs on the thread, and returns once it has neither subscribers nor timers.
 fn run(wake: &Waker) {
     loop {
         let due = state().due();

@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 
 /// Maximum time that a rank which has lost a connection waits for the reason.
 const CAUSE_WAIT: Duration = Duration::from_millis(400);
-/// Maximum time in which a failure is reported. After it, a connection counts as lost because its
-/// peer has left.
+/// Maximum time in which a failure is reported. After this time, a connection counts as lost
+/// because its peer has left.
 const CAUSE_WAIT_LOCAL: Duration = Duration::from_millis(150);
 /// Poll interval of a rank that waits for the reason of a loss.
 const CAUSE_POLL: Duration = Duration::from_millis(10);
@@ -190,7 +190,7 @@ mod tests {
     use super::*;
     use crate::control::tests::controls;
 
-    /// A part of a group that records what it is told.
+    /// A part of a group that records the failures that are reported to it.
     struct Part {
         name: &'static str,
         heard: Arc<Mutex<Vec<(&'static str, String)>>>,

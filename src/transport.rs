@@ -16,8 +16,8 @@ pub const HOST: i32 = -1;
 
 /// Creates transports by one of torch's backends.
 pub trait Transports: Send + Sync {
-    /// Connects this rank with the ranks that connect by the same `name`. Fails once `given_up` is
-    /// set, unless the backend is creating a connection at that moment.
+    /// Connects this rank with the ranks that connect under the same `name`. Fails once `given_up`
+    /// is set, unless the backend is creating a connection at that moment.
     fn connect(
         &self,
         name: &str,
@@ -64,8 +64,8 @@ impl Buffer {
 pub struct Manner<'a> {
     /// Timeout of the transfer in the backend; `None`: the backend's default.
     pub timeout: Option<Duration>,
-    /// After the present work of the current stream and concurrently with its later work; otherwise
-    /// in stream order.
+    /// True if the transfer runs after the present work of the current stream and concurrently with
+    /// its later work; otherwise it runs in stream order.
     pub overlap: bool,
     /// The memory that the transfer uses: it lives until the transfer has ended, even if this rank
     /// abandons the transfer. `None` if the caller keeps the memory.
@@ -102,13 +102,13 @@ pub trait Transport: Send + Sync {
         Err(lacks("broadcast"))
     }
 
-    /// Starts to send `from`, in `keep`, to rank `to`.
+    /// Starts to send `from`, a part of `keep`, to rank `to`.
     fn send(&self, _to: usize, _from: Span, _tag: i32, _keep: &Buffer) -> Result<Work> {
         Err(lacks("send"))
     }
 
-    /// Starts to receive the next bytes with `tag` from rank `from`, at most as many as `to` has,
-    /// which is in `keep`.
+    /// Starts to receive the next bytes with `tag` from rank `from`, at most as many as fit into
+    /// `to`, a part of `keep`.
     fn recv(&self, _from: usize, _to: Span, _tag: i32, _keep: &Buffer) -> Result<Work> {
         Err(lacks("recv"))
     }
@@ -132,8 +132,8 @@ pub type Work = Arc<dyn Pending>;
 
 /// A transfer that has started. It continues if no thread waits for it.
 pub trait Pending: Send + Sync {
-    /// Waits for at most `limit` for the end of the transfer; returns true if it has ended. The
-    /// error is the backend's.
+    /// Waits at most `limit` for the end of the transfer; returns true if it has ended. An error
+    /// comes from the backend.
     fn wait(&self, limit: Duration) -> Result<bool>;
 
     /// Makes the calling thread's stream wait for the end of the transfer.
