@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 
 type Callback = Box<dyn FnOnce(Result<()>, Option<Rank>) + Send>;
 
-/// Sees an outcome before the caller does.
+/// An observer that gets an outcome before the caller does.
 pub trait Observer: Send + Sync {
     /// Reports that the call known as `number` has ended.
     fn ended(&self, number: u64, outcome: &Result<()>, source: Option<Rank>);

@@ -25,7 +25,7 @@ pub enum ErrorKind {
     WaitTimeout = 9,
     /// A fault of this library or of the system: `DistBackendError`.
     Internal = 10,
-    /// A store cannot be reached, or no longer: `DistNetworkError`.
+    /// A store cannot be reached, or can no longer be reached: `DistNetworkError`.
     Network = 11,
     /// A queue of a store is empty: `QueueEmptyError`.
     QueueEmpty = 12,

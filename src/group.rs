@@ -113,7 +113,7 @@ pub struct Group {
     lease: Mutex<Option<bootstrap::RankLease>>,
     /// The communicator, created by the first call on a GPU.
     communicator: Arc<DeviceSlot>,
-    /// How many processors its kernels may take.
+    /// How many processors the group's kernels may take.
     ctas: CtaOptions,
     /// Held by the thread that sets up the communicator.
     setting_up: Mutex<()>,
@@ -194,9 +194,9 @@ impl Group {
     }
 
     /// Reports that this rank rejected a collective, because of `text`, before any data moved. If
-    /// peers wait for it, and this rank makes no other call within 80 ms, the group fails. Peers on
-    /// this node learn so within 100 ms of their call or of this report, whichever is later, and
-    /// other nodes within 0.2 s.
+    /// peers wait for this rank, and it makes no other call within 80 ms, the group fails. Peers on
+    /// this node learn of the failure within 100 ms of their call or of this report, whichever is
+    /// later, and other nodes within 0.2 s.
     pub fn reject(&self, text: String) {
         if self.check_alive().and_then(|()| self.health.check_kernels()).is_ok() {
             self.rejections.add(
@@ -379,7 +379,7 @@ impl Group {
     }
 
     /// Fails if the group can no longer be used, or a kernel of this rank has timed out. A call
-    /// that passes ends the rejection of an earlier one.
+    /// that passes these checks cancels the rejection of an earlier call.
     fn check_call(&self) -> Result<()> {
         self.check_open()?;
         self.health.check_kernels()?;

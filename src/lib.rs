@@ -26,7 +26,7 @@
 //! - [`completion`][]: receivers of outcomes; [`cta`], [`dtype`], [`op`], [`rms_norm`], [`rank`],
 //!   [`lock`], [`error`][]: types that every module may import
 
-// Modules that need it allow it, each with its reason.
+// Modules that need unsafe code allow it, each with its reason.
 #![deny(unsafe_code)]
 
 pub mod bootstrap;

@@ -1,7 +1,7 @@
 //! Locks that stay usable after another thread's panic.
 //!
-//! A holder of a lock of this crate does not panic between two changes, or its panic fails the
-//! group that owns the value.
+//! A thread that holds a lock of this crate either does not panic between two changes of the value,
+//! or its panic fails the group that owns the value.
 
 use std::sync::{LockResult, Mutex, MutexGuard, PoisonError};
 

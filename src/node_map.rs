@@ -39,7 +39,7 @@ pub struct NodeMap {
 }
 
 impl NodeMap {
-    /// Map of the group whose ranks are at `placements`, in the order of ranks.
+    /// Makes the map of the group whose ranks are at `placements`, in the order of ranks.
     pub fn of(placements: &[RankLocation]) -> Self {
         let mut nodes: Vec<&NodeId> = Vec::new();
         let mut map =
@@ -68,17 +68,17 @@ impl NodeMap {
         self.members.len()
     }
 
-    /// Number of rails: of local indices that every node has.
+    /// Number of rails, which is the number of local ranks that every node has.
     pub fn num_rails(&self) -> usize {
         self.members.iter().map(Vec::len).min().unwrap_or(0)
     }
 
-    /// Host of `rank`.
+    /// Node of `rank`.
     pub fn node_of(&self, rank: Rank) -> usize {
         self.seats[rank.index()].0
     }
 
-    /// Index of `rank` among the ranks of its node.
+    /// Local rank of `rank`: its index among the ranks of its node.
     pub fn local_rank(&self, rank: Rank) -> usize {
         self.seats[rank.index()].1
     }
@@ -146,8 +146,8 @@ pub fn apart((first, here): (u32, &RankLocation), (other, there): (u32, &RankLoc
     )
 }
 
-/// Returns how to start ranks at `placements` that could share memory but count as several nodes;
-/// `None` if there are none.
+/// Returns how to start those ranks at `placements` that could share memory but count as several
+/// nodes; `None` if no such ranks exist.
 pub fn advice(placements: &[RankLocation]) -> Option<String> {
     let numbered = || (0..).zip(placements);
     let container = |node: &NodeId, other: &NodeId| {

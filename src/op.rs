@@ -16,11 +16,11 @@ pub enum Collective {
     AllGather = 4,
     /// The root's output `r` holds rank `r`'s input.
     Gather = 5,
-    /// The output holds the root's input of this rank.
+    /// The output holds the root's input for this rank.
     Scatter = 6,
-    /// The output holds the reduction of every rank's input of this rank.
+    /// The output holds the reduction of every rank's input for this rank.
     ReduceScatter = 7,
-    /// Output `r` holds rank `r`'s input of this rank.
+    /// Output `r` holds rank `r`'s input for this rank.
     AllToAll = 8,
     /// Every output holds rows of the sum of all inputs, added to a residual and normed.
     AllReduceAddRmsNorm = 9,

@@ -1,9 +1,9 @@
-//! All-reduce, residual and RMSNorm in one: the calls, and the values on which ranks must agree in
-//! addition.
+//! All-reduce, residual and RMSNorm in one call: its arguments, and the additional values on which
+//! ranks must agree.
 //!
 //! A call has inputs `[input, residual, weight]`, and a scale if its result is fp8 with one scale.
-//! It has outputs `[normed, new residual]`, and one scale for each row if these are computed; eps
-//! is its factor. A row has as many elements as the weight.
+//! It has outputs `[normed, new residual]`, and one scale for each row if it computes the scales.
+//! Its factor is eps. A row has as many elements as the weight.
 
 use crate::coll::call::{Call, CallSpec, Span};
 use crate::dtype::DType;

@@ -45,7 +45,7 @@ pub struct CallSpec<'a> {
     pub inputs: Cow<'a, [Span]>,
     /// The memory into which this rank receives.
     pub outputs: Cow<'a, [Span]>,
-    /// The call site in the user's program, if it is also compared.
+    /// The call site in the user's program, if ranks also compare call sites.
     pub call_site: Option<&'static CallSite>,
 }
 

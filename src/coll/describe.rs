@@ -10,7 +10,7 @@ use crate::rank::Rank;
 /// The part of a call on which all ranks must agree, as words that fit next to the arrival flag.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Description {
-    /// op, dtype, reduce op, [`SITED`], root from the lowest byte up.
+    /// From the lowest byte up: op, dtype, reduce op, [`SITED`], root.
     pub head: u64,
     /// The bytes that must agree, see [`CallSpec::agreed_bytes`].
     pub bytes: u64,

@@ -7,12 +7,13 @@ use crate::rank::Rank;
 use std::ops::Deref;
 use std::time::Duration;
 
-/// Arguments of a send or receive on one rank. To record or describe it touches no memory.
+/// The arguments of a send or receive on one rank. Code that only records or describes a message
+/// accesses no memory, so it takes this type.
 #[derive(Clone, Copy, Debug)]
 pub struct MessageSpec {
     /// The other rank; `None` receives from any.
     pub peer: Option<Rank>,
-    /// The tag, which must equal the other side's.
+    /// The tag, which must be the same on both sides.
     pub tag: i32,
     /// Element type, for messages about a mismatch.
     pub dtype: DType,
@@ -42,7 +43,7 @@ pub struct MessageSpec {
 pub struct Message(MessageSpec);
 
 impl Message {
-    /// A message of these arguments.
+    /// Makes a message from these arguments.
     ///
     /// # Safety
     /// The caller promises as long as the message or a copy of it exists, and until each send and
@@ -53,13 +54,13 @@ impl Message {
         Self(spec)
     }
 
-    /// Returns the same message to or from rank `peer`, such as the number of the other rank in
-    /// another group.
+    /// Returns the same message to or from rank `peer`, for example if the other rank has another
+    /// number in another group.
     pub(crate) const fn with_peer(self, peer: Option<Rank>) -> Self {
         Self(MessageSpec { peer, ..self.0 })
     }
 
-    /// A message of a test, which keeps the promise.
+    /// Makes a message in a test, which keeps the promise.
     #[cfg(test)]
     pub(crate) const fn of(spec: MessageSpec) -> Self {
         Self(spec)

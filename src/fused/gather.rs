@@ -14,13 +14,13 @@ pub struct ShardBatch {
     pub arrived: usize,
 }
 
-/// The plan of an all-gather after the product of this rank's own rows.
+/// The plan of an all-gather: what follows the product of this rank's own rows.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GatherPlan {
     /// True if this rank's rows are copied to the gathered matrix before any other product, which
     /// would wait for the link anyway. Otherwise they are copied while the last products run.
     pub own_early: bool,
-    /// The products in order. A group of shards that wraps around the last rank is two products.
+    /// The products in order. A group of shards that wraps around the last rank takes two products.
     pub products: Vec<ShardBatch>,
 }
 
@@ -45,9 +45,9 @@ pub fn gather(n: usize, rank: usize, product: &MatmulShape, model: &DeviceModel)
 /// Returns the earliest end of the last product, and the grouping of shards that reaches it, if the
 /// processors have `busy` microseconds of other work after the product of this rank's rows.
 ///
-/// The end of a group decides only when its product may start. So the earliest end of everything up
-/// to a shard follows from the earliest end of everything up to an earlier shard: dynamic
-/// programming over the shards finds the best grouping.
+/// The last shard of a group and the end of the products before it determine when its products may
+/// start. So the earliest end of all products up to a shard follows from the earliest end up to an
+/// earlier shard: dynamic programming over the shards finds the best grouping.
 fn grouped(
     n: usize,
     rank: usize,
@@ -69,7 +69,7 @@ fn grouped(
                 .sum();
             best[before].0.max(arrival(last)) + work
         };
-        // Among equals take the larger group: it is fewer calls of the library.
+        // Among equals take the larger group, because it needs fewer calls of the library.
         let found =
             (0..last).map(|before| (end(before), before)).min_by(|a, b| a.0.total_cmp(&b.0));
         best.push(found.unwrap_or_default());

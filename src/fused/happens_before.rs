@@ -1,6 +1,6 @@
-//! Whole programs of fused products are free of races, over all ranks and both streams of each.
-//! Vector clocks find any two accesses of which one writes and neither happens before the other.
-//! Signals pair up by their order, so a result that holds for one run holds for all.
+//! Checks that whole programs of fused products have no races, over all ranks and both streams of
+//! each. Vector clocks find any two accesses of which one writes and neither happens before the
+//! other. Signals pair up by their order, so a result that holds for one run holds for all.
 //!
 //! L. Lamport, "Time, Clocks, and the Ordering of Events in a Distributed System", 1978; C. Fidge,
 //! "Timestamps in Message-Passing Systems That Preserve the Partial Ordering", 1988.
@@ -27,7 +27,7 @@ enum ModelOp {
 enum Item {
     Eager(ModelOp),
     /// A call that fails on all ranks, at the first step from this index on that may fail; a step
-    /// that only signals cannot.
+    /// that only signals cannot fail.
     Failed(ModelOp, usize),
     /// Replays the graph with this number.
     Replay(usize),
@@ -53,7 +53,7 @@ enum ModelPlace {
 #[derive(Clone, Debug)]
 struct Access {
     write: bool,
-    /// The ranks whose parts it touches; a shard may lie where any part does.
+    /// The ranks whose parts the access touches; a shard may lie where any part lies.
     parts: Range<usize>,
     timeline: usize,
     time: usize,
@@ -73,8 +73,8 @@ struct Cursor {
 }
 
 impl Cursor {
-    /// The cursor of a call's stream that has seen `clock`. The copying stream of each call is a
-    /// stream of its own, because a graph has no stream.
+    /// Makes the cursor of a call's stream that has seen `clock`. The copying stream of each call
+    /// is a stream of its own, because a graph has no stream.
     fn new(
         calls: &[Vec<ModelCall>],
         number: usize,
@@ -335,7 +335,7 @@ fn run(
         });
         each.collect()
     };
-    // Creates the memory now, because a capture may not.
+    // Creates the memory now, because a capture may not create it.
     let mut all = vec![calls(ModelOp::Gather, 0, None)];
     let graphs: Vec<Vec<Vec<ModelCall>>> = graphs
         .iter()

@@ -2,9 +2,9 @@
 //! when. Pure, except for [`model`].
 //!
 //! A product is cut into blocks of rows, one per rank, and neighbouring blocks may be multiplied in
-//! one call. The plans cut so that the link is never idle and the last product is short; they
-//! change results only by how products of other shapes round. [`workspace`] chooses the memory of a
-//! call, [`schedule`] its steps.
+//! one call. The plans cut so that the link is never idle and the last product is short. They
+//! change results only because products of other shapes round differently. [`workspace`] chooses
+//! the memory of a call, [`schedule`] its steps.
 
 mod gather;
 #[cfg(test)]

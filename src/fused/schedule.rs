@@ -1,4 +1,4 @@
-//! The steps that a call enqueues, in the order of the host.
+//! The steps that a call enqueues, in the order in which the host enqueues them.
 //!
 //! On a GPU a call has two streams, the caller's and one that copies from peers; marks order them.
 //! On the host the steps run in the order of the list. Both streams join at the end of a call; this

@@ -2,7 +2,7 @@
 
 use super::frame::HeapKey;
 
-/// The address of a heap; only members of a group with it get it.
+/// The address of a heap, which only members of a group with the heap's process receive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeapAddress {
     /// Key of the heap.

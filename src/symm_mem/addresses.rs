@@ -30,8 +30,8 @@ pub trait AddressRange: Send + Sync {
     fn create(&self, offset: usize, bytes: usize) -> Result<Arc<dyn Backing>>;
     /// Maps a peer's memory of `bytes` at `offset`, from the file descriptor that the peer sent.
     fn import(&self, offset: usize, bytes: usize, descriptor: OwnedFd) -> Result<()>;
-    /// Ends a `create` or `import` with the same `offset` and `bytes`; no kernel uses the memory
-    /// any more.
+    /// Unmaps what `create` or `import` mapped with the same `offset` and `bytes`; no kernel uses
+    /// the memory any more.
     fn unmap(&self, offset: usize, bytes: usize);
 }
 
@@ -57,7 +57,7 @@ struct GpuRange {
 }
 
 impl GpuAddressSpace {
-    /// Makes the interface of `device`, which must support it.
+    /// Makes the interface of `device`, which must support symmetric memory.
     pub fn new(device: Device) -> Result<Self> {
         let granularity = {
             let _entered = device.enter()?;
@@ -106,7 +106,8 @@ impl AddressRange for GpuRange {
 
     fn create(&self, offset: usize, bytes: usize) -> Result<Arc<dyn Backing>> {
         let _entered = self.device.enter()?;
-        // Also while a stream is captured, because torch's allocator requests segments then.
+        // Allowed while a stream is captured, because torch's allocator requests segments then,
+        // too.
         let _relaxed = RelaxedCapture::begin()?;
         let memory = DeviceAllocation::create(&self.device, bytes)?;
         self.reservation.map(offset, &memory, &self.device)?;

@@ -6,7 +6,7 @@ pub type HeapKey = [u8; 16];
 /// Size of every message in bytes.
 pub(super) const FRAME_BYTES: usize = 56;
 
-/// A message. All but the first are sent in both directions.
+/// A message. All kinds except `Hello` are sent in both directions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum HeapFrame {
     /// The first message of the heap that connects: the wanted heap, its own key, the link's number

@@ -54,7 +54,7 @@ fn step(bytes: &[u8]) -> (HeapFrame, Option<&'static OwnedFd>) {
     (frame, [None, Some(&files[0]), Some(&files[0]), Some(&files[1])][usize::from(bytes[1] % 4)])
 }
 
-/// A peer that introduces itself and then sends `bytes`.
+/// Plays a peer that introduces itself and then sends `bytes`.
 pub fn messages(bytes: &[u8]) {
     if let Some(frame) = HeapFrame::decode(bytes) {
         assert_eq!(frame.encode()[..], *bytes);
@@ -70,7 +70,7 @@ pub fn messages(bytes: &[u8]) {
     let Some(link) = heap.state().links.last().cloned() else { unreachable!("just admitted") };
     for bytes in bytes.chunks_exact(STEP).take(64) {
         let (frame, file) = step(bytes);
-        // One in sixteen is not a message of this protocol.
+        // One message in sixteen is too short for this protocol.
         let text = &frame.encode()[..if bytes[1] >= 240 { FRAME_BYTES - 1 } else { FRAME_BYTES }];
         socket::send(&far, text, file.map(AsFd::as_fd)).expect("the queue is short");
         if link.receive(&**heap).is_err() {

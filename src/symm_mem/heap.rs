@@ -44,7 +44,7 @@ pub(super) struct HeapState {
     pub(super) segments: BTreeMap<usize, HeapSegment>,
     pub(super) links: Vec<Arc<HeapLink>>,
     last_id: u64,
-    /// End of the last segment. Offsets are reused late, because windows of peers may keep the
+    /// End of the newest segment. Offsets are reused late, because windows of peers may keep the
     /// previous segment.
     cursor: usize,
     /// Withdrawn segments that peers have not unmapped yet: segment, link.
@@ -155,7 +155,7 @@ impl Heap {
                 shown: 0,
             },
         );
-        // Not under the lock, which launches take.
+        // Create the memory without the lock, because launches take the lock.
         drop(state);
         let made = self.range.create(offset, wanted);
         let mut state = self.state();
@@ -240,7 +240,7 @@ impl Heap {
         let mut freed = Vec::new();
         for &offset in offsets {
             let Some(segment) = segments.get_mut(&offset) else { continue };
-            // If two threads try, only one frees it.
+            // If two threads try, only one frees the segment.
             if segment.piece.take().is_none() {
                 continue;
             }
@@ -252,7 +252,7 @@ impl Heap {
         }
         drop(state);
         service_thread::wake();
-        // Its offset stays in use until nothing is mapped there.
+        // The offset of a freed segment stays in use until nothing is mapped there.
         for &(offset, _, bytes) in &freed {
             self.range.unmap(offset, bytes);
         }
@@ -349,7 +349,7 @@ impl Heap {
         (segment.piece.is_some() && !segment.released).then_some((segment.id, left))
     }
 
-    /// Returns the open links and drops the others, which last as long as groups hold them.
+    /// Returns the open links and drops the closed ones, which last as long as groups hold them.
     pub(super) fn links(&self) -> Vec<Arc<HeapLink>> {
         let mut state = self.state();
         let HeapState { segments, links, leaving, past, .. } = &mut *state;
@@ -388,7 +388,7 @@ impl SegmentOwner for Heap {
         if id == 0 || id > state.last_id {
             return Err(format!("answered to segment {id}, which was not offered"));
         }
-        // If it is missing, it has been withdrawn since.
+        // A missing segment has been withdrawn in the meantime.
         if let Some(segment) = state.segments.values_mut().find(|segment| segment.id == id) {
             segment.answers.insert(link, accepted);
         }
@@ -430,7 +430,7 @@ impl HeapState {
         links: &mut dyn Iterator<Item = &Arc<HeapLink>>,
     ) -> AcceptResult {
         let Some(end) = offset.checked_add(bytes) else { return AcceptResult::No };
-        // From the segment that contains the first byte, without a gap.
+        // Follow the segments without a gap, from the one that contains the first byte.
         let start = self.segments.range(..=offset).next_back().map_or(offset, |(start, _)| *start);
         let mut held = Vec::with_capacity(1);
         let mut reached = start;

@@ -13,7 +13,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex};
 
-/// Sizes and offsets are multiples of this: the largest page of a kernel for this processor.
+/// Sizes and offsets are multiples of this, the largest base page size of Linux on this processor.
 pub(crate) const PAGE: usize = if cfg!(target_arch = "x86_64") { 4096 } else { 64 << 10 };
 
 /// A process has 2^47 addresses, and a group at most 2^7 ranks.
@@ -40,8 +40,8 @@ unsafe impl Sync for HostRange {}
 struct HostMemoryPart(Arc<OwnedFd>);
 
 impl HostMemory {
-    /// Makes host memory with addresses for twice this node's memory; a process has enough for its
-    /// peers' heaps.
+    /// Makes host memory with addresses for twice this node's memory; a process has enough
+    /// addresses for the heaps of its peers, too.
     pub fn of_this_machine() -> Self {
         let system = rustix::system::sysinfo();
         let memory = (system.totalram as usize).saturating_mul(system.mem_unit as usize);

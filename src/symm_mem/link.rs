@@ -28,8 +28,8 @@ pub(super) trait SegmentOwner {
 
 /// An open socket that a forked child does not keep open.
 pub(super) struct Socket {
-    // Before `fd`, to which it refers. Absent if too many exist: then a child merely keeps the
-    // link's end open.
+    // Dropped before `fd`, to which it refers. Absent if too many exist; a forked child then keeps
+    // this end of the link open.
     _unshared: Option<CloseInChild>,
     pub(super) fd: OwnedFd,
 }
@@ -85,7 +85,7 @@ pub struct LinkRef {
     link: Arc<HeapLink>,
     id: u64,
     generation: u64,
-    // Last, because the thread serves the link until it is closed.
+    // Dropped last, because the thread serves the link until the link is closed.
     _attention: ServiceThread,
 }
 
@@ -131,7 +131,7 @@ impl HeapLink {
         failed: FailureCheck,
     ) -> Option<LinkRef> {
         let mut holds = lock(&self.holds);
-        // Under the lock, under which `LinkRef::drop` closes the link.
+        // Checked under the lock under which `LinkRef::drop` closes the link.
         if self.is_closed() {
             return None;
         }
@@ -170,7 +170,7 @@ impl HeapLink {
         process::suspect(self.pid);
     }
 
-    /// Closes it unless a group holds it.
+    /// Closes the link unless a group holds it.
     pub(super) fn close_if_idle(&self) {
         let holds = lock(&self.holds);
         if holds.all.is_empty() {

@@ -42,7 +42,7 @@ use crate::sys::fork::PerProcess;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-/// Denotes the host instead of a device.
+/// The device number that denotes the host.
 pub const HOST: i32 = -1;
 
 /// The heaps of this process, by device. They are never dropped, because linked peers keep their

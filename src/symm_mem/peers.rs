@@ -124,8 +124,8 @@ impl PeerHeaps {
                 without.map_or_else(|| "this rank".into(), |(rank, _)| control.describe(rank));
             return Ok(Err(format!("{without} has none to give")));
         };
-        // One deadline for all attempts: retries are for links that close just now, which needs no
-        // waiting.
+        // One deadline for all attempts: a retry replaces a link that was closing when it was
+        // found, and this needs no wait.
         let patience = wait_budget(limit, HEAP_LINK_TIMEOUT);
         let deadline = Instant::now() + patience;
         let first = OnceCell::new();
@@ -182,7 +182,7 @@ impl PeerHeaps {
                 }
             }
         }
-        // A flag for each rank without a link to this one, and the reason.
+        // For each rank a flag, set if this rank has no link to it; then the reason.
         let n = addresses.len();
         let mut lacking: Vec<u8> = (0..n)
             .map(|rank| u8::from(addresses[rank].key != own && holds[rank].is_none()))
@@ -474,8 +474,8 @@ mod tests {
     fn a_link_that_does_not_come_is_named_before_the_limit() {
         with_ranks(|control, me, heap, step| {
             let mut addresses = reported(heap, step);
-            // All others connect to the rank with the highest key, and this listener does not
-            // exist.
+            // All others connect to the rank with the highest key; they get the name of a listener
+            // that does not exist.
             let last = (0..N)
                 .max_by_key(|&rank| addresses[rank].map(|address| address.key))
                 .expect("ranks");

@@ -24,10 +24,10 @@ struct RemoteSegment {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum SegmentState {
     Mapped,
-    /// The owner has withdrawn it while a window uses it, or while a kernel of a failed group may
-    /// still be using it.
+    /// The owner has withdrawn the segment while a window uses it, or while a kernel of a failed
+    /// group may still be using it.
     Kept,
-    /// It was never mapped; the peer knows, and withdraws it like any other.
+    /// The segment was never mapped. The owner knows that, and withdraws it like any other.
     Refused,
 }
 

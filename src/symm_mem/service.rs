@@ -51,7 +51,7 @@ pub(super) fn attend() -> Result<ServiceThread> {
 }
 
 impl Heap {
-    /// Makes a heap on `space` without links, which the thread serves while it exists.
+    /// Makes a heap on `space` without links; the thread serves the heap while it exists.
     pub fn new(space: Arc<dyn AddressSpace>) -> Result<Arc<Self>> {
         let heap = Self::pending_links(space)?;
         lock(HEAPS.get()).push(heap.shared());

@@ -1,5 +1,5 @@
 //! The lifetime of the thread that serves symmetric memory: from the first claim to it until the
-//! last is dropped.
+//! last claim is dropped.
 
 use crate::error::Result;
 use crate::lock::lock;

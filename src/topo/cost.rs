@@ -10,7 +10,7 @@ use super::device::NvlinkVersion;
 /// A link between ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LinkCost {
-    /// Rate at which a rank sends, in 10⁹ bytes per second; in torch's model, in 2³⁰.
+    /// Rate at which a rank sends, in 10⁹ bytes per second; in torch's model, in 2³⁰ bytes.
     pub gb_per_s: f64,
     /// Latency of a trip in µs.
     pub us: f64,
@@ -18,7 +18,7 @@ pub struct LinkCost {
 
 /// Bandwidth within a node in torch's model, in GiB/s.
 const TORCH_GB_PER_S: f64 = 87.7;
-/// Fraction of that bandwidth between nodes.
+/// Bandwidth between nodes in torch's model, as a fraction of the bandwidth within a node.
 const TORCH_BETWEEN_NODES: f64 = 0.22;
 /// Latency of a hop in torch's model in µs, within a node and between nodes.
 const TORCH_HOP_US: [f64; 2] = [0.6, 2.7];
@@ -120,7 +120,7 @@ impl LinkKind {
             },
             // 16 lanes of PCIe 4 nominally carry 31.5 GB/s.
             Self::Pcie => LinkCost { gb_per_s: 25.0, us: 1.0 },
-            // Written to host memory and read again.
+            // Data are written to host memory and read from there.
             Self::HostMemory => LinkCost { gb_per_s: 12.0, us: 1.5 },
             // An all-reduce of 16 MB among 4 ranks sends 24 MB in 2.7 ms (README, 2026-11-21,
             // 4-core EPYC).

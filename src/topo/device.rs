@@ -3,7 +3,7 @@
 /// An address on the PCI bus, without the function, because a GPU is always function 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PciAddress {
-    /// PCI segment; 32 bits, since hypervisors number virtual ones high.
+    /// PCI segment; 32 bits, because hypervisors give virtual segments high numbers.
     pub domain: u32,
     /// Bus within the domain.
     pub bus: u8,
@@ -117,7 +117,7 @@ pub struct Gpu {
     /// The sysfs directory, whose path lists the bridges between the host and the device; `None` if
     /// sysfs does not show the device.
     pub path: Option<String>,
-    /// The version of its links, if any is up.
+    /// The version of the GPU's links, if any link is up.
     pub nvlink: Option<NvlinkVersion>,
     /// True if the GPU is partitioned into instances.
     pub mig: Mig,

@@ -102,7 +102,7 @@ pub fn detect() -> Result<Topology> {
 /// prefix `GPU-`.
 ///
 /// # Errors
-/// Those of [`detect`] and [`Topology::select`].
+/// The errors of [`detect`] and [`Topology::select`].
 pub fn connectivity_of(uuids: &[String]) -> Result<NvlMesh> {
     let uuids: Vec<Uuid> = uuids.iter().map(|uuid| Uuid::new(uuid)).collect();
     Ok(detect()?.select(&uuids)?.mesh)
@@ -139,7 +139,7 @@ fn assemble(
     }
 }
 
-/// Makes a GPU that a file describes and the node does not have: `topology_file-3`.
+/// Makes a GPU that a file describes and the node does not have, with a UUID like `injected-3`.
 fn stand_in(gpu: usize) -> Gpu {
     Gpu {
         uuid: Uuid::new(&format!("injected-{gpu}")),

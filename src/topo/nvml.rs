@@ -91,7 +91,7 @@ fn describe(device: &Device<'_>, sys: &Path) -> Result<Gpu, String> {
     })
 }
 
-/// A GPU without MIG support answers with an error.
+/// Returns whether MIG is on. NVML returns an error for a GPU that does not support MIG.
 fn mig(device: &Device<'_>) -> Mig {
     match device.mig_mode() {
         Ok(mode) if mode.current != 0 => {

@@ -33,13 +33,13 @@ pub(super) struct MemoryDomain {
     recorded: Mutex<Vec<WindowMemory>>,
 }
 
-/// The domains of a group. The lock is held during a rendezvous, because ranks take its steps one
-/// after another.
+/// The domains of a group. A thread holds the lock during a rendezvous, so that the steps of two
+/// rendezvous do not interleave.
 #[derive(Default)]
 pub struct Domains(pub(super) Mutex<HashMap<MemoryKind, Arc<MemoryDomain>>>);
 
 impl Domains {
-    /// Waits up to `limit` until the enqueued signals are done, then makes the others end. No
+    /// Waits up to `limit` until the enqueued signals are done, then makes the rest end. No
     /// signal can be enqueued afterwards.
     pub fn drain(&self, limit: Duration) {
         let domains: Vec<Arc<MemoryDomain>> = lock(&self.0).values().cloned().collect();
@@ -53,7 +53,7 @@ impl Domains {
         }
     }
 
-    /// Forgets, without freeing them, the domains of another process.
+    /// Forgets the domains, which belong to another process, without freeing them.
     pub fn invalidate(&mut self) {
         std::mem::forget(std::mem::take(unpoisoned(self.0.get_mut())));
     }
@@ -111,7 +111,7 @@ impl MemoryDomain {
             heap.settle()?;
         }
         let pad = self.pads().take(&heap, pad_bytes)?;
-        // Before the ranks meet, so no rank signals earlier.
+        // Cleared before the ranks meet, because no rank signals earlier.
         heap.clear(pad.address, pad.bytes)?;
         let allocation = allocations::find(address);
         let offer = RendezvousRequest {

@@ -194,7 +194,8 @@ impl SymmetricWindow {
         if let Some(error) = self.failure() {
             return Err(error);
         }
-        // Otherwise peers that have also left could still meet in memory that stays mapped.
+        // Otherwise ranks that have all left could still signal each other in memory that stays
+        // mapped.
         if self.control.exit_reason(self.rank()).is_some() {
             return Err(Error::aborted(format!("group \"{}\" was destroyed", self.control.name())));
         }
@@ -208,10 +209,10 @@ impl SymmetricWindow {
         unsafe { SignalPads::new(&self.control, &self.pads, self.pad.bytes) }
     }
 
-    /// Returns once all ranks have called it on this `channel`; their earlier writes are then
-    /// visible. Fails with `Timeout` and names the missing ranks; the group continues, and the
-    /// channel stays as the ranks left it. On a GPU the barrier is enqueued on `stream`; its
-    /// failure fails the group, and a later call reports it.
+    /// Returns once all ranks have called `barrier` on this `channel`; their earlier writes are
+    /// then visible. A timeout is a `Timeout` error that names the missing ranks; the group
+    /// continues, and the channel stays as the ranks left it. On a GPU the barrier is enqueued on
+    /// `stream`; its failure fails the group, and a later call reports it.
     pub fn barrier(&self, channel: i32, timeout: Option<Duration>, stream: usize) -> Result<()> {
         let (slot, timeout) = self.checked(channel, timeout)?;
         match self.gpu_on(stream) {

@@ -72,7 +72,8 @@ impl Pads {
         self.free.entry(own.pad_bytes as usize).or_default().push(base + own.pad);
     }
 
-    /// The windows that this rank reports next. They are reported again until a window opens.
+    /// Returns the dropped windows that this rank reports next. They are reported again until a
+    /// window opens.
     pub(super) fn dropped(&self) -> DroppedWindows {
         let mut numbers = [0; REPORTED];
         numbers.iter_mut().zip(&self.dropped).for_each(|(number, pad)| *number = pad.number);
@@ -113,7 +114,7 @@ impl Pads {
         Pad { number: self.windows, address: base + own.pad, bytes: own.pad_bytes as usize }
     }
 
-    /// The segments from which the pads were cut, for the caller to release.
+    /// Returns the segments from which the pads were cut, for the caller to release.
     pub(super) fn into_segments(self) -> Vec<u64> {
         self.segments
     }

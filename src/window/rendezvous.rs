@@ -85,7 +85,7 @@ impl RendezvousContext<'_> {
             None => {
                 let heaps = self.link(heap, &all, step)?;
                 let heaps = domain.heaps.get_or_init(|| Arc::new(heaps));
-                // Before a step in which all ranks take part, so that no rank sends memory to a
+                // Set before a step in which all ranks take part, so that no rank sends memory to a
                 // rank that does not yet check for it.
                 if own.host {
                     self.linked.set(heaps);

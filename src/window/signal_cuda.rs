@@ -44,7 +44,7 @@ pub struct GpuSignals {
     kernel: Kernel,
     enqueued: Mutex<EnqueuedSignal>,
     held: ManuallyDrop<SignalResources>,
-    // Last, because everything above is freed in its context.
+    // Dropped last, because everything above is freed in its context.
     device: Arc<Device>,
 }
 
@@ -119,7 +119,7 @@ impl GpuSignals {
         self.launch(Signal::Put(peer), pads, slot, timeout, stream)
     }
 
-    /// Enqueues a wait for a signal of `peer`, which takes the signal.
+    /// Enqueues a wait that takes a signal of `peer`.
     pub fn wait(
         &self,
         pads: &[u64],
@@ -206,7 +206,7 @@ impl GpuSignals {
         DeviceTable::new(&self.device, &self.held.stream, words)
     }
 
-    /// Waits up to `limit` until the enqueued signals are done, then makes the others end. Returns
+    /// Waits up to `limit` until the enqueued signals are done, then makes the rest end. Returns
     /// false if some have still not ended; the memory that they use must then be kept. No signal
     /// can be enqueued afterwards, and graphs with such signals must not be replayed.
     #[must_use = "memory that kernels use must not be given back"]

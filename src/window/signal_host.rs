@@ -14,7 +14,7 @@ const SET: u32 = 1;
 
 /// The signal pads of all ranks, as mapped by one of them.
 ///
-/// `source` sets word `slot * n + source` of a rank's pad, and the owner of the pad clears it.
+/// Rank `source` sets word `slot * n + source` of a rank's pad, and the owner of the pad clears it.
 /// These two writers never write at the same time, because each waits for the other's value first.
 /// The writes that precede a set (release) are visible to a rank that has observed the word as set
 /// (acquire).

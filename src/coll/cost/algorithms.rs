@@ -8,7 +8,7 @@ use crate::coll::plan::{self, CpuThresholds};
 use crate::dtype::DType;
 use crate::topo::cost::LinkCost;
 
-/// The conditions of the choice in addition to the call.
+/// The code that chooses an algorithm, with the settings that it uses in addition to the call.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Algorithms {
     /// `coll::plan`.
@@ -20,7 +20,7 @@ pub(super) enum Algorithms {
 }
 
 /// Microseconds that Python, the dispatcher and c10d add to a call on CPU tensors (README,
-/// 2026-11-21: 4 to 5 µs), and the launch latency of a kernel on a GPU.
+/// 2026-11-21: 4 to 5 µs); the launch latency of a kernel on a GPU; torch's constant.
 const CPU_BASE_US: f64 = 4.0;
 const CUDA_BASE_US: f64 = 2.0;
 const FOREIGN_BASE_US: f64 = 6.6;

@@ -20,7 +20,7 @@ pub struct Curve {
     pub algorithm: String,
     /// Sizes of the longest tensor that a rank sends or receives, in ascending order.
     pub bytes: Vec<u64>,
-    /// The time at each, in microseconds.
+    /// The time at each size, in microseconds.
     pub us: Vec<f64>,
 }
 

@@ -101,7 +101,7 @@ fn priced(name: &str) -> Result<Collective> {
 }
 
 impl Model {
-    /// torch's formula over torch's links, or over `links`.
+    /// Makes a model of torch's formula over torch's links, or over `links`.
     pub fn torch(mesh: &Mesh, links: Option<Vec<LinkCost>>) -> Result<Self> {
         let origin = if links.is_some() {
             "torch's formula, links as given"
@@ -112,7 +112,7 @@ impl Model {
         Self::new(Basis::Torch, mesh, links, None, origin.into())
     }
 
-    /// Detected links, or `links`.
+    /// Makes a model of the detected links, or of `links`.
     pub fn links(mesh: &Mesh, links: Option<Vec<LinkCost>>) -> Result<Self> {
         let (links, origin) = match links {
             Some(links) => (links, "links as given".into()),
@@ -121,8 +121,8 @@ impl Model {
         Self::new(Basis::Links, mesh, links, None, origin)
     }
 
-    /// The profile for this hardware, as [`profile::find`] finds it. Whatever it lacks is priced
-    /// over `links`, or over detected links. `None` if there is no profile.
+    /// Makes a model of the profile that [`profile::find`] finds for this hardware. Whatever it
+    /// lacks is priced over `links`, or over detected links. `None` if no profile exists.
     ///
     /// # Errors
     /// The errors of [`profile::find`].
@@ -131,7 +131,7 @@ impl Model {
         profile::find(&hardware)?.map(|found| Self::of_profile(mesh, links, found)).transpose()
     }
 
-    /// Prices from `found`, a profile and its file.
+    /// Makes a model of `found`, a profile and the path of its file.
     pub fn of_profile(
         mesh: &Mesh,
         links: Option<Vec<LinkCost>>,
@@ -236,7 +236,7 @@ impl Model {
         })
     }
 
-    /// Returns the algorithm that runs it.
+    /// Returns the algorithm that runs `op` on tensors of `bytes` along `dim`.
     pub fn algorithm(&self, op: &str, bytes: f64, dim: usize) -> Result<&'static str> {
         let (op, dim) = (priced(op)?, self.dim(dim)?);
         Ok(match dim.span {
@@ -259,8 +259,8 @@ impl Model {
         self.dims.iter().map(|dim| dim.link)
     }
 
-    /// [`MeasuredOn::reference_us`](profile::MeasuredOn::reference_us) of the profile; 0 without
-    /// one.
+    /// Returns [`MeasuredOn::reference_us`](profile::MeasuredOn::reference_us) of the profile; 0 if
+    /// the model has no profile.
     pub fn reference_us(&self) -> f64 {
         self.reference_us
     }
@@ -293,7 +293,7 @@ fn dim(
     let thresholds = measured.as_ref().map(GroupTimes::thresholds).unwrap_or_default();
     let mut tuning = CudaThresholds::of(near);
     for text in [measured.as_ref().map_or("", |group| &group.cuda_tuning), &config.cuda_tuning] {
-        // An unreadable tuning is ignored, as it is with a warning where groups are set up.
+        // An unreadable tuning is ignored. The set-up of a group ignores it too, and warns.
         tuning = tuning.overlaid(text).unwrap_or(tuning);
     }
     let algorithms =

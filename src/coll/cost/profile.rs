@@ -52,12 +52,12 @@ pub struct MeasuredOn {
     pub date: String,
     /// Versions of the measured software.
     pub software: String,
-    /// The command that measured.
+    /// The command that made the measurement.
     pub command: String,
     /// Load averages before the measurement.
     pub load: Vec<f64>,
-    /// Microseconds that the calibration's reference took in the same state of the node; 0 if it
-    /// has no such states.
+    /// Microseconds that the calibration's reference took in the state of the node in which the
+    /// times were measured; 0 on GPUs.
     #[serde(default)]
     pub reference_us: f64,
 }

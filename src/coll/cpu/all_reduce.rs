@@ -1,8 +1,8 @@
 //! All-reduce and reduce: each rank reduces its share of every chunk, then all ranks (or the root)
 //! collect the shares.
 //!
-//! Whatever the plan, one rank combines an element over ranks 0..n-1 in this order, so every rank
-//! gets the same bits.
+//! Under every plan, an element is combined over the ranks in the group's order, so every rank gets
+//! the same bits.
 #![allow(unsafe_code, reason = "copies between the group's memory and the bytes of tensors")]
 
 use super::CpuCall;

@@ -1,7 +1,7 @@
-//! All-reduce, residual and RMSNorm in one. In the one-shot form each rank sums and normalises all
-//! rows; in the two-shot form its share of each chunk, and then all ranks collect the shares of
-//! both results. Residual and weight are the same on all ranks, so a row has the same bits
-//! whichever rank normalises it.
+//! All-reduce, residual and RMSNorm in one call. In the one-shot form each rank sums and normalises
+//! all rows. In the two-shot form each rank does so with its share of each chunk, and then all
+//! ranks collect the shares of both results. Residual and weight are the same on all ranks, so a
+//! row has the same bits whichever rank normalises it.
 #![allow(unsafe_code, reason = "copies between the group's memory and the bytes of tensors")]
 
 use super::CpuCall;
@@ -115,7 +115,7 @@ impl Normalised<'_> {
             .ptr(self.control.layout().input(rank, slot), self.rows * self.norm.row_bytes())
     }
 
-    /// The parts of the outputs for `count` rows starting at `first`, each with its offset in a
+    /// Returns the parts of the outputs for `count` rows from `first`, each with its offset in a
     /// result slot.
     fn results(&self, first: usize, count: usize) -> impl Iterator<Item = (Span, usize)> {
         let (call, widths) =

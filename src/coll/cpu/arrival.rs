@@ -43,7 +43,7 @@ const UNREAD: usize = 6;
 const SENT: usize = 8;
 
 /// Returns true if the data that this rank sends fit next to its flag; `plan` is the plan for the
-/// lengths it knows.
+/// lengths that this rank knows.
 pub(super) fn fits_post(call: &CallSpec, plan: CpuPlan) -> bool {
     // For an all-to-all, each rank decides for itself.
     if call.op == Collective::AllToAll {
@@ -99,7 +99,7 @@ impl CpuCall<'_> {
         self.table(rank, self.address_word(index)).load(Ordering::Relaxed) as usize
     }
 
-    /// Index of the table's word with the address of input `index`.
+    /// Returns the index of the table's word with the address of input `index`.
     fn address_word(&self, index: usize) -> usize {
         SENT + 2 * self.control.size() + index
     }
@@ -109,7 +109,7 @@ impl CpuCall<'_> {
         self.table(self.control.rank(), UNREAD).store(1, Ordering::Relaxed);
     }
 
-    /// Returns true if `rank` could not read; valid once `rank` has finished that stage.
+    /// Returns true if `rank` has posted that it could not read; valid after that stage of `rank`.
     pub(super) fn posted_unread(&self, rank: Rank) -> bool {
         self.table(rank, UNREAD).load(Ordering::Relaxed) != 0
     }
@@ -168,7 +168,7 @@ impl CpuCall<'_> {
         Ok(if all_inline { None } else { Some(longest) })
     }
 
-    /// Posts the call that this rank was asked to run; `inline`: with its data.
+    /// Posts the call that this rank was asked to run, with its data if `inline`.
     pub(super) fn write_post(&self, inline: bool) {
         let (control, call, me) = (self.control, self.call, self.control.rank());
         let (sent, received): (&[Span], &[Span]) = if call.op == Collective::AllToAll {
@@ -181,8 +181,8 @@ impl CpuCall<'_> {
         put(HEAD, description.head);
         put(BYTES, description.bytes);
         put(DETAIL, description.detail);
-        // Peers do not read these words if the data are inline. For an all-to-all, only all ranks
-        // together know that.
+        // Peers do not read these words if the data of all ranks are inline. For an all-to-all, a
+        // rank learns that only from all posts.
         if !inline {
             put(OFFER, self.offer());
             put(SHARES_CORES, shares_cores().into());

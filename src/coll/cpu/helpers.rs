@@ -64,7 +64,7 @@ struct HelperPool {
 struct PoolState {
     threads: usize,
     asleep: usize,
-    /// Number of calls so far.
+    /// Number of calls so far that have asked for helpers.
     calls: u64,
 }
 
@@ -245,7 +245,7 @@ impl Helpers {
     }
 }
 
-/// `Step::reduce` for a pipeline, which holds the step itself.
+/// Reduces `bytes` bytes of `sources` to `dst` on this thread, as [`Helpers::reduce`] does.
 pub(super) fn reduce_chunk(
     (order, call): (SumOrder, &CallSpec),
     dst: *mut u8,

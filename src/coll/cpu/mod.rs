@@ -38,7 +38,7 @@ pub struct CpuRunner {
     thresholds: CpuThresholds,
     linked: Arc<PeerHeapsCell>,
     last_algorithm: &'static str,
-    /// True if this rank knows of no rank that cannot read another's memory.
+    /// True while, as far as this rank knows, every rank can read every other rank's memory.
     reads: bool,
     /// True if the next call has been posted.
     posted: bool,

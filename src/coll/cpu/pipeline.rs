@@ -186,7 +186,7 @@ mod tests {
         }
     }
 
-    /// The order of the steps in place.
+    /// The order in which a reduction in place runs its steps.
     #[derive(Default)]
     struct Order(Vec<(&'static str, u64)>);
 

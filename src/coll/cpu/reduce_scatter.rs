@@ -58,7 +58,7 @@ impl CpuCall<'_> {
         }
     }
 
-    /// A peer's elements as a source.
+    /// Returns a peer's elements as a source.
     pub(super) fn peer(&self, rank: Rank, ptr: *const u8) -> InputElements {
         InputElements { ptr, factor: self.factor(rank) }
     }

@@ -1,7 +1,7 @@
 //! Zero-copy collectives: each rank reads its peers' tensors in symmetric memory and writes only to
 //! its own memory.
 //!
-//! A rank offers its input with its post if all peers have mapped it. The call is zero-copy if
+//! A rank offers its input in its post if all peers have mapped the input. The call is zero-copy if
 //! every sender has offered its input; all ranks read the same words, so all make the same
 //! decision. The call ends when every rank has finished reading, so inputs may change once it
 //! returns.
@@ -166,8 +166,8 @@ impl CpuCall<'_> {
         Ok(())
     }
 
-    /// The input of `rank` as a source of `bytes` at offset `skipped`; `pins` keep a peer's input
-    /// mapped.
+    /// Returns `bytes` bytes at offset `skipped` of the input of `rank` as a source; `pins` keep a
+    /// peer's input mapped.
     fn source(
         &self,
         pins: &mut Vec<SegmentPin>,

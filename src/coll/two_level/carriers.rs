@@ -18,9 +18,9 @@ pub enum MessageLengths {
     /// One length for all messages between one rank and the others, in one direction; there are no
     /// other messages.
     Rooted {
-        /// The one rank.
+        /// The root.
         root: Rank,
-        /// True if it receives.
+        /// True if the root receives.
         gathers: bool,
         /// Length of a message in bytes.
         bytes: usize,
@@ -35,7 +35,7 @@ pub enum MessageLengths {
 }
 
 impl MessageLengths {
-    /// The lengths of a gather or scatter.
+    /// Returns the lengths of a gather or scatter.
     fn rooted(call: &CallSpec) -> Self {
         Self::Rooted {
             root: call.root,
@@ -139,14 +139,14 @@ impl<'a> RailRoutes<'a> {
         self.turns.piece(&(0..self.lengths.of(from, to)), turn)
     }
 
-    /// Returns true if any rank of this rank's rail sends in step `turn`; all of them compute the
-    /// same.
+    /// Returns true if any rank of this rank's rail sends in step `turn`; all ranks of the rail
+    /// compute the same value.
     fn sends_in_step(&self, turn: usize) -> bool {
         !self.turns.piece(&(0..self.longest), turn).is_empty()
     }
 
-    /// Returns the lengths for each node of `carried`, which are `sent` or `received`, in step
-    /// `turn`.
+    /// Returns for each node how many bytes of its messages move in step `turn`; `carried` is
+    /// `sent` or `received`.
     fn lengths(&self, carried: &[Vec<(Rank, Rank)>], turn: usize) -> Vec<usize> {
         carried
             .iter()
@@ -154,7 +154,8 @@ impl<'a> RailRoutes<'a> {
             .collect()
     }
 
-    /// Returns the positions of `carried` in step `turn`; they are contiguous in `whole`.
+    /// Returns the place of each message of `carried` in step `turn`; all are contiguous in
+    /// `whole`.
     fn offsets(
         &self,
         carried: &[Vec<(Rank, Rank)>],

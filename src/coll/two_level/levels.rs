@@ -28,8 +28,8 @@ impl ReduceDtype {
     }
 }
 
-/// The two levels of a reduction: the ranks of a node in order, rounded once, then the nodes in
-/// order, rounded once.
+/// The two levels of a reduction: over the ranks of a node, rounded once, then over the nodes,
+/// rounded once.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct TwoLevelOps {
     /// The intra-node operation.

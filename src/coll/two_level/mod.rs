@@ -1,10 +1,10 @@
 //! Multi-node collectives as programs: a list of steps for each rank. Pure; for CPU and for CUDA
 //! tensors.
 //!
-//! An element is combined over the ranks of each node in order and rounded once, then over the
-//! nodes in order and rounded once. If partial results are float32, inputs are widened first and
-//! the sum is rounded once. The choice of rails and chunks decides only which rank does the work,
-//! so the bits are the same on CPUs and GPUs and at every length.
+//! An element is combined over the ranks of each node and rounded once, then over the nodes and
+//! rounded once, both times in the group's order. If partial results are float32, inputs are
+//! widened first and the sum is rounded once. The choice of rails and chunks decides only which
+//! rank does the work, so the bits are the same on CPUs and GPUs and at every length.
 //!
 //! - [`step`]: steps, and where their bytes are; [`check`](mod@check): the invariants of every
 //!   program

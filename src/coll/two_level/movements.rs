@@ -7,8 +7,8 @@ use crate::coll::call::{Collective, Span};
 use std::ops::Range;
 
 impl Planner<'_> {
-    /// 1. Intra-node: all ranks arrive. 2. Inter-node: one rank of each node signals this. 3.
-    ///    Intra-node: all ranks learn that every node has arrived.
+    /// 1. Intra-node: all ranks arrive. 2. Inter-node: one rank signals that its node has arrived.
+    ///    3. Intra-node: all ranks learn that every node has arrived.
     pub(super) fn barrier(&mut self) {
         self.move_intra_node(Collective::Barrier, 0, vec![], vec![]);
         if self.local() == 0 {

@@ -14,8 +14,8 @@ struct Chunk {
 }
 
 impl Planner<'_> {
-    /// Ends a stage of a chunk. The next stage starts when the transfers that this one has started
-    /// have ended.
+    /// Ends a stage of a chunk. The next stage starts when the transfers of the ended stage are
+    /// complete.
     pub(super) fn next_stage(&mut self) {
         let stage = std::mem::take(&mut self.steps);
         let started = stage.iter().filter(|step| matches!(step, Step::Start(_))).count();
@@ -54,7 +54,7 @@ impl Planner<'_> {
     }
 }
 
-/// Moves the positions of `step` in memory that starts at `start` by `by` bytes.
+/// Moves the places of `step` that are in the program's memory at or behind `start` by `by` bytes.
 fn shift(step: &mut Step, start: Room, by: Room) {
     for place in step.places_mut() {
         let (start, by) = match place.memory {

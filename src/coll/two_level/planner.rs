@@ -143,7 +143,7 @@ impl Planner<'_> {
             .collect()
     }
 
-    /// Chooses the number of rails for a call of `bytes` bytes, which the program records.
+    /// Chooses the number of rails for a call of `bytes` bytes, and records it in the program.
     pub(super) fn choose_rails(&mut self, bytes: usize) -> usize {
         self.rails = rails(bytes, self.layout, &self.thresholds);
         self.rails

@@ -17,7 +17,8 @@ struct PartialExchange {
 }
 
 impl Planner<'_> {
-    /// Plans the reductions of this node's ranks; each rank has inputs for the rails.
+    /// Plans one intra-node reduction for each of `parts`: this rank's input for each rail, and
+    /// where this rank gets the result for its rail.
     fn reduce_intra_node(&mut self, parts: Vec<(Vec<Place>, Place)>) {
         let reduce_op = self.levels().inner;
         if self.local_size() == 1 && reduce_op != ReduceOp::PremulSum {

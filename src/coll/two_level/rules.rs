@@ -7,7 +7,7 @@ pub const UNIT: usize = 16;
 /// The rules by which a program is planned.
 #[derive(Debug)]
 pub struct Rules {
-    /// Lengths on the wire are multiples of this number of bytes; `None`: of one element.
+    /// Lengths on the wire are multiples of this number of bytes; `None`: of the element size.
     pub unit: Option<usize>,
     /// The alignment of the program's memory.
     pub align: usize,
@@ -20,7 +20,7 @@ pub struct Rules {
     /// only [`Memory::Temp`](super::step::ProgramMemory).
     pub any_memory: bool,
     /// True if two nodes gather in place, including their own part; otherwise each sends only the
-    /// other's part.
+    /// part that the other node needs.
     pub pair_gathers: bool,
     /// True if the sums of three or more nodes travel while the ranks work on neighbouring chunks;
     /// otherwise a rank waits for them.

@@ -280,8 +280,8 @@ fn memory_of_reductions_does_not_grow_with_their_length() {
                 let programs = (0..n).map(|rank| choice.plan(&call, &layout, rank, None));
                 programs.map(|program| program.temp + program.aside).max().unwrap_or(0)
             };
-            // Inputs, wider copies, partial results of all nodes, and sums: several chunks for each
-            // rail and stage.
+            // The memory holds several chunks for each rail and stage: inputs, wider copies,
+            // partial results of all nodes, and sums.
             let (stages, wider) = if choice.rules.slices_first {
                 (3, if partials == ReduceDtype::Fp32 { 2 } else { 1 })
             } else {

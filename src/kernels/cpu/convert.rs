@@ -1,9 +1,9 @@
 //! Floats narrower than 32 bits: how they widen to `f32`, exactly, and how `f32` rounds back, once,
 //! to nearest even.
 //!
-//! Written in integer arithmetic and selects, without branches or tables, so that the loops around
-//! them vectorise and every instruction set computes the same bits. No step makes or reads a
-//! subnormal `f32`, so the conversions also work in a thread that flushes them
+//! The conversions use integer arithmetic and selects, without branches or tables, so that the
+//! loops around them vectorise and every instruction set computes the same bits. No step makes or
+//! reads a subnormal `f32`, so the conversions also work in a thread that flushes them
 //! (`torch.set_flush_denormal`).
 #![allow(
     unsafe_code,
@@ -17,7 +17,7 @@ use super::vector::Vector;
 trait FloatFormat: Copy {
     const MANTISSA: u32;
     const BIAS: u32;
-    /// The bit below the sign bit and all lower bits.
+    /// The mask of all bits below the sign bit.
     const MAGNITUDE: u32;
     /// The largest finite magnitude.
     const LARGEST: u32;
@@ -26,8 +26,8 @@ trait FloatFormat: Copy {
     const OVERFLOW: u32;
     /// The canonical NaN.
     const NAN: u32;
-    /// True if the format has only finite numbers and NaN, and an unsigned zero: the sign bit on a
-    /// zero is the NaN.
+    /// True if the format has only finite numbers and NaN, and an unsigned zero: a zero with the
+    /// sign bit set is the NaN.
     const UNSIGNED_ZERO: bool;
 
     fn to_code(self) -> u32;

@@ -4,11 +4,11 @@
     reason = "loops over the bytes of tensors, whose addresses torch vouches for"
 )]
 
-/// Maximum number of bytes of one `memcpy`. Above a share of the last-level cache (here about 1
-/// MiB), glibc's own switches to non-temporal stores, which the next reader pays for: four ranks
-/// that stage 1 MiB each, and reduce it, reach 20-27 GB/s in pieces and 16-17 without (Zen 5 EPYC,
-/// 2026-11-21, `cargo bench --bench kernels -- copy`). Only [`WriteMode`](super::WriteMode) decides
-/// whether stores are non-temporal.
+/// Maximum number of bytes of one `memcpy`. Above a share of the last-level cache (about 1 MiB on a
+/// Zen 5 EPYC), glibc's `memcpy` uses non-temporal stores, which slow down the next reader: four
+/// ranks that each stage 1 MiB and reduce it reach 20-27 GB/s in pieces and 16-17 without
+/// (2026-11-21, `cargo bench --bench kernels -- copy`). Only [`WriteMode`](super::WriteMode)
+/// decides whether stores are non-temporal.
 const PIECE: usize = 128 << 10;
 
 /// Copies with stores that leave `dst` in the cache.
@@ -26,8 +26,8 @@ pub(super) unsafe fn cached(dst: *mut u8, src: *const u8, bytes: usize) {
     unsafe { src.add(done).copy_to_nonoverlapping(dst.add(done), bytes - done) };
 }
 
-/// Copies with non-temporal stores: whole cache lines of `dst` past the cache, its ragged ends
-/// through it. Only [`fence`] orders them before later stores.
+/// Copies with non-temporal stores: whole cache lines of `dst` bypass the cache, partial lines at
+/// its ends do not. Only [`fence`] orders them before later stores.
 ///
 /// # Safety
 /// As [`super::copy`].

@@ -11,7 +11,7 @@ use super::vector::Vector;
 pub(super) trait Number: Copy {
     const ZERO: Self;
     /// Converts a premultiplication factor to this type. Integers do not support PREMUL_SUM, so
-    /// theirs is never used.
+    /// their factor is never used.
     fn factor(factor: f64) -> Self;
     fn add(self, other: Self) -> Self;
     fn multiply(self, other: Self) -> Self;

@@ -1,13 +1,13 @@
 //! The floating-point mode of the calling thread.
 //!
-//! `torch.set_flush_denormal(True)` changes it for one thread, and a rank that reduces in another
-//! mode than its peers would get different bits.
+//! `torch.set_flush_denormal(True)` changes the mode of one thread, and a rank that reduces in
+//! another mode than its peers would get different bits.
 #![allow(
     unsafe_code,
     reason = "loops over the bytes of tensors, whose addresses torch vouches for"
 )]
 
-/// Round to nearest and keep subnormals; dropping it restores the thread's mode.
+/// The mode that rounds to nearest and keeps subnormals; a drop restores the thread's mode.
 pub(super) struct DefaultFpMode {
     own: Option<register::Word>,
 }
@@ -53,7 +53,7 @@ mod register {
     }
 
     pub(super) fn write(word: Word) {
-        // SAFETY: differs from the current value in mode bits only.
+        // SAFETY: `word` differs from the current value in mode bits only.
         unsafe { asm!("msr fpcr, {}", in(reg) word, options(nostack, preserves_flags)) };
     }
 }

@@ -9,7 +9,7 @@
 //! - [`element`]: numbers and how they add, multiply, compare
 //! - [`cast`]: narrow floats to float32 and back
 //! - [`convert`]: float16, bfloat16 and the float8 formats
-//! - [`vector`]: the conversions with an instruction in some instruction sets
+//! - [`vector`]: operations that have special instructions in some instruction sets
 //! - [`fp_mode`]: the calling thread's rounding and flushing
 //! - [`norm`]: residual and RMSNorm of summed rows
 //! - [`reduce_op`]: the reduce operations

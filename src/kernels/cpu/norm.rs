@@ -3,13 +3,13 @@
 //! An element of the sum is rounded to the tensor's type as in every collective. The residual is
 //! added in float32 and rounded, and the norm of the rounded row is computed in float32 and rounded
 //! once. Squares are added in one order, whatever the instruction set and the number and position
-//! of rows; `src/kernels/cuda/include/norm.cuh` uses the same:
+//! of rows; `src/kernels/cuda/include/norm.cuh` uses the same order:
 //!
-//! 1. The squares of [`GROUP`] neighbours in halves: the first four and the last four, then two and
-//!    two, then one and one.
-//! 2. The groups of a row in [`LANES`] accumulators: number `l` has group `l`, with group `l +
-//!    LANES` added to it.
-//! 3. The accumulators in blocks of [`BLOCK`], each in halves; then the blocks in halves.
+//! 1. Add the squares of [`GROUP`] neighbours in halves: the first four and the last four, then two
+//!    and two, then one and one.
+//! 2. Add the groups of a row in [`LANES`] accumulators: accumulator `l` is the sum of group `l`
+//!    and group `l + LANES`.
+//! 3. Add the accumulators in blocks of [`BLOCK`], each in halves; then add the blocks in halves.
 #![allow(
     unsafe_code,
     reason = "loops over the bytes of tensors, whose addresses torch vouches for"
@@ -136,7 +136,7 @@ unsafe fn avx512<E: Element<Acc = f32>>(norm: &Norm, rows: usize, memory: &NormR
 
 /// # Safety
 /// As [`add_rms_norm`].
-// Loops and no closures: code that is not inlined would be compiled for the least instruction set.
+// Loops and no closures: a closure that is not inlined would be compiled for the portable target.
 #[inline(always)]
 unsafe fn run<E: Element<Acc = f32>, I: Vector>(norm: &Norm, rows: usize, memory: &NormRows<'_>) {
     let hidden = norm.hidden;
@@ -210,7 +210,7 @@ fn larger(one: f32, other: f32) -> f32 {
     if (other > one) | other.is_nan() { other } else { one }
 }
 
-/// Rounds to the tensor's type, and back.
+/// Returns `values` rounded to the tensor's type and widened again.
 #[inline(always)]
 fn rounded<E: Element<Acc = f32>, I: Vector, const T: usize>(values: &[f32; T]) -> [f32; T] {
     let mut bytes = [E::ZERO; T];
@@ -221,11 +221,11 @@ fn rounded<E: Element<Acc = f32>, I: Vector, const T: usize>(values: &[f32; T]) 
     }
 }
 
-/// Sums `T` elements from `first` of the row `at`, pairwise if there is a `tree`, with the
-/// residual, and adds their squares.
+/// Sums `T` elements from `first` of the row at offset `at` over the ranks, pairwise if given a
+/// `tree`. Adds the residual, stores the sums, and adds their squares to `lanes`.
 ///
 /// # Safety
-/// The memory is valid for them, of type `E`; the CPU has `I`.
+/// The memory is valid for these elements of type `E`; the CPU has `I`.
 #[inline(always)]
 unsafe fn add<E: Element<Acc = f32>, I: Vector, const T: usize>(
     memory: &NormRows<'_>,
@@ -260,8 +260,8 @@ unsafe fn add<E: Element<Acc = f32>, I: Vector, const T: usize>(
     }
 }
 
-/// Adds the accumulators, which it overwrites. Those beyond `groups` are zeros, which change no sum
-/// of squares.
+/// Returns the sum of the accumulators, and overwrites them. Accumulators from `groups` on are zero
+/// and do not change a sum of squares.
 #[inline(always)]
 fn total(lanes: &mut [f32; LANES], groups: usize) -> f32 {
     let mut blocks = [0f32; LANES / BLOCK];

@@ -1,9 +1,9 @@
-//! The reduction loop, once, and its compilation for each instruction set.
+//! The reduction loop, written once and compiled for each instruction set.
 //!
 //! A tile of `T` accumulators stays in registers while the loop visits the sources in rank order,
 //! or pairwise ([`super::tree`]). Each output element depends only on its own inputs: not on
 //! alignment, on the count, on how a range was split or on the vector width. Rust never contracts a
-//! product and a sum into a fused operation, and so the wider instruction sets do not either.
+//! product and a sum into a fused operation, not even for an instruction set that has one.
 #![allow(
     unsafe_code,
     reason = "loops over the bytes of tensors, whose addresses torch vouches for"

@@ -32,7 +32,7 @@ pub(super) struct And;
 pub(super) struct Or;
 pub(super) struct Xor;
 pub(super) struct PremulSum;
-/// `O`, pairwise.
+/// The operation `O` that combines the sources pairwise.
 pub(super) struct Paired<O>(PhantomData<O>);
 
 impl<A: Number, O: ReduceFn<A>> ReduceFn<A> for Paired<O> {

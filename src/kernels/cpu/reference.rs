@@ -75,7 +75,8 @@ fn float(order: SumOrder, op: ReduceOp, dtype: DType, values: &[f64], factors: &
     if op == ReduceOp::Avg { round(acc / values.len() as f64) } else { acc }
 }
 
-/// Combines the largest power of two of `leaves` below their number, and the rest.
+/// Splits `leaves` at the largest power of two below their number, combines each part in the same
+/// way, and then the two results.
 fn halves(leaves: &[f64], both: &impl Fn(f64, f64) -> f64) -> f64 {
     match leaves {
         [one] => *one,

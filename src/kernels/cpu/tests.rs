@@ -195,7 +195,7 @@ fn every_path_computes_the_reference() {
 fn trees_combine_halves() {
     let most = COUNTS[COUNTS.len() - 1];
     for (op, dtype) in pairs() {
-        // All factors are given; other numbers of ranks repeat them.
+        // Up to 8 ranks, because `FACTORS` has a factor for each of 8 ranks.
         for ranks in [1, 2, 3, 4, 5, 6, 7, 8] {
             let inputs = inputs(dtype, ranks, most, 40 + ranks as u64);
             let expected = expected_in(SumOrder::Tree, op, dtype, &inputs, most);

@@ -1,5 +1,5 @@
-//! Pairwise combination of tiles: the largest power of two of them below their number, and the
-//! rest, each in the same way.
+//! Pairwise combination of tiles: the tiles are split at the largest power of two below their
+//! number, each part is combined in the same way, and then the two results are.
 #![allow(
     unsafe_code,
     reason = "loops over the bytes of tensors, whose addresses torch vouches for"
@@ -9,14 +9,13 @@ use super::element::{Element, Number};
 use super::reduce_op::{ReduceFn, Sum};
 use super::vector::Vector;
 
-/// Maximum number of partial results at a time; with `n` leaves there are at most one per bit of
-/// `n`.
+/// Maximum number of partial results at a time; `n` leaves have at most one for each bit of `n`.
 const LEVELS: usize = 12;
 /// Maximum number of leaves.
 pub(super) const MOST: usize = (1 << LEVELS) - 1;
 
-/// A combination of leaves in progress: partial results of powers of two of them, from the largest
-/// to the smallest.
+/// A combination of leaves in progress: each partial result combines a power of two of leaves; the
+/// largest comes first.
 pub(super) struct Tree<A, const T: usize> {
     partials: [[A; T]; LEVELS],
     held: usize,
@@ -65,7 +64,7 @@ fn before<A: Number, O: ReduceFn<A>, const T: usize>(earlier: &[A; T], value: &m
 /// otherwise in order.
 ///
 /// # Safety
-/// Every source is valid for them, of type `E`; the CPU has `I`.
+/// Every source is valid for these elements of type `E`; the CPU has `I`.
 #[inline(always)]
 pub(super) unsafe fn sum_at<E: Element, I: Vector, const T: usize>(
     sources: &[*const u8],

@@ -1,4 +1,4 @@
-//! Conversions with an instruction that the compiler does not choose by itself.
+//! Operations with instructions that the compiler does not choose by itself.
 #![allow(
     unsafe_code,
     reason = "loops over the bytes of tensors, whose addresses torch vouches for"
@@ -7,7 +7,7 @@
 /// An instruction set, as a type: the instructions that a loop compiled for it may use.
 pub(super) trait Vector {
     /// Widens float16 from `from` into the front of `wide`, a whole vector at a time; returns the
-    /// number of elements.
+    /// number of elements that it has widened.
     ///
     /// # Safety
     /// The CPU has the instruction set; `from` is valid for `T` float16.
@@ -17,8 +17,8 @@ pub(super) trait Vector {
     }
 
     /// Adds to each accumulator the sum of eight neighbours, in halves: the first four and the last
-    /// four, then two and two, then one and one. Does so for the first sums, eight at a time;
-    /// returns the number of sums.
+    /// four, then two and two, then one and one. Handles only the first accumulators, eight at a
+    /// time, and returns how many it has handled.
     ///
     /// # Safety
     /// The CPU has the instruction set.
@@ -28,7 +28,7 @@ pub(super) trait Vector {
     }
 
     /// Rounds the front of `wide` to float16 at `to`, a whole vector at a time, NaN to the
-    /// canonical one; returns the number of elements.
+    /// canonical one; returns the number of elements that it has rounded.
     ///
     /// # Safety
     /// The CPU has the instruction set; `to` is valid for writes of `T` float16.

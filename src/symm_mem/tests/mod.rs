@@ -100,7 +100,7 @@ fn what_a_window_has_pinned_stays_when_its_owner_gives_it_back() {
     assert_eq!(host::read(place), 7);
     one.release(address).expect("known");
     assert_eq!(host::read(place), 0, "mapped still, though the memory is given back");
-    // Other segments of the owner do not affect it.
+    // Other segments of the owner do not affect the pinned one.
     let next = one.allocate(PAGE).expect("room");
     until("the next offer", || mapped(&far) == 2);
     host::write(next, 9);

@@ -42,7 +42,7 @@ fn gpus_come_by_address_and_the_lost_one_is_left_out() {
 fn the_type_of_the_far_end_decides_not_its_address() {
     // a and b: two direct links and one through switches, to which a has one link and b two. The
     // switches of b hide their address; the switch of a reports b's address. A link to a hidden GPU
-    // counts as none.
+    // does not count.
     assert_eq!(links(&stub(&[])), [[0, 3, 0, 0], [3, 0, 0, 0], [0; 4], [0; 4]]);
 }
 

@@ -91,9 +91,9 @@ impl SymmetricWindow {
         self.barrier(CHANNEL, None, 0)
     }
 
-    /// Runs `steps` between two barriers: all ranks have arrived before it starts, and none returns
-    /// before all have finished. A rank whose steps fail still enters the second barrier, because
-    /// the others may succeed.
+    /// Runs `steps` between two barriers: all ranks have arrived before they start, and no rank
+    /// returns before all have finished. A rank whose steps fail still enters the second barrier,
+    /// because the others may succeed.
     fn together<T>(&self, steps: impl FnOnce() -> Result<T>) -> Result<T> {
         self.meet()?;
         let outcome = steps();

@@ -112,7 +112,7 @@ fn combined(
     output
 }
 
-/// Runs one collective of the ranks of a node; `calls[r]` is the call of the `r`th.
+/// Runs one collective of the ranks of a node; `calls[r]` is the call of local rank `r`.
 fn inside(calls: &[&Call]) {
     let n = calls.len();
     for call in calls {
@@ -178,7 +178,7 @@ pub(super) fn run_calls(layout: &NodeMap, choice: Choice, calls: &[CallSpec<'_>]
             .collect::<Vec<_>>()
     };
     let before = outputs();
-    // Restores inputs that a call works on in place.
+    // Copies of the inputs, to restore those that a call overwrites in place.
     let inputs: Vec<(Span, Vec<u8>)> =
         calls.iter().flat_map(|call| call.inputs.iter().map(|&span| (span, read(span)))).collect();
     let longest = inputs.iter().map(|(span, _)| span.bytes).max().unwrap_or(0);
@@ -331,7 +331,7 @@ impl<'a> Ranks<'a> {
                 }
                 let mut taken = take.iter().enumerate().filter(|(_, span)| span.bytes > 0);
                 if taken.clone().any(|(from, _)| self.sent[from][rank].is_none()) {
-                    // Its peers have not reached this step yet.
+                    // The rank's peers have not reached this step yet.
                     return false;
                 }
                 taken.by_ref().for_each(|(from, &span)| {
