@@ -121,9 +121,10 @@ impl LocalRejections {
         });
     }
 
-    /// Returns the calls that end a rejection: a collective for a collective, a collective or a
-    /// barrier for an operator, any call except barriers for a message. Messages do not end the
-    /// rejection of a collective, because a peer that waits in it starts none meanwhile.
+    /// Returns how many calls this rank has made of the kinds that end the rejection of `refused`.
+    /// Collectives end that of a collective; collectives and barriers that of an operator;
+    /// collectives and messages that of a message. Messages do not end the rejection of a
+    /// collective, because a peer that waits in the collective starts none meanwhile.
     fn calls_made(&self, refused: RejectedCall) -> CallsMade {
         match refused {
             RejectedCall::Collective { .. } => (self.recorder.collectives(), None),

@@ -213,8 +213,8 @@ impl<'a> CallRail<'a> {
         }
     }
 
-    /// Returns the error after the deadline, from a rank or node that knows which rank is missing
-    /// if one reports it in time.
+    /// Returns the error of a wait that has passed its deadline: the group's failure, which may
+    /// name the missing rank, if it becomes known in time; otherwise this rank's timeout error.
     fn missing_ranks(&self) -> Error {
         let executor = self.executor;
         executor

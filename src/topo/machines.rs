@@ -183,7 +183,8 @@ fn spans(cube: &CubeMesh, mesh: &NvlMesh) -> bool {
     })
 }
 
-/// Tries every quad of GPU 0: two fully linked quads, and one link from each GPU to the other quad.
+/// Returns true if the eight GPUs are two fully linked quads, with exactly one link from each GPU
+/// to the other quad. Tries every four GPUs that include GPU 0.
 fn is_cube_mesh(mesh: &NvlMesh) -> bool {
     (0..=u8::MAX).filter(|quad| quad.count_ones() == 4 && quad & 1 == 1).any(|quad| {
         let together = |a: usize, b: usize| (quad >> a) & 1 == (quad >> b) & 1;

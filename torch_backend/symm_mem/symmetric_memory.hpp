@@ -62,8 +62,8 @@ class SymmetricAllocator final : public ::c10d::symmetric_memory::SymmetricMemor
 
   // Returns the block of `alloc` that contains `address`; mutex_ must be held.
   const std::pair<const size_t, Block>* covering(size_t address) const;
-  // Returns the device of symmetric memory that torch_symm.mem_allocator has allocated, and not
-  // `alloc`.
+  // Returns the device of `address` if it is in symmetric memory of a GPU. For addresses that
+  // `covering` does not find: that memory comes from torch_symm.mem_allocator, not from `alloc`.
   std::optional<at::Device> elsewhere(size_t address) const;
   // Returns the window if it still serves `group`, and otherwise forgets it.
   c10::intrusive_ptr<SymmetricWindow> known(const Key& key, const Group& group);

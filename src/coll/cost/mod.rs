@@ -75,8 +75,9 @@ struct InternodeDim {
     nodes: usize,
     /// Number of a group's ranks on one node.
     local_size: usize,
-    /// Load of a link relative to the traffic that one group sends from a node: on CPU all groups
-    /// of the node share one link, on CUDA each rank has one.
+    /// Traffic on one link to other nodes, divided by what one group sends from a node: on CPU the
+    /// number of groups that share the node's link; on CUDA 1 / `local_size`, since each rank has a
+    /// link.
     load: f64,
     /// Link between the ranks of a node.
     intra_node: LinkCost,

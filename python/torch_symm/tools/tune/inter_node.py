@@ -47,9 +47,9 @@ class Kind:
     Attributes:
         backend: Backend of torch that connects nodes.
         usual: Default thresholds of groups without measurements, as in ``src/coll/cost/network.rs``.
-        around: Sizes of calls around the thresholds of one rail and of gathered slices, in bytes.
-        turns: Sizes of calls that run in pipeline steps, in bytes.
-        pieces: Lengths of pipeline steps that are compared.
+        around: Sizes of the calls by which ``multi_rail_bytes`` and ``gather_bytes`` are found, in bytes.
+        turns: Sizes of the calls by which ``chunk_bytes`` is found, in bytes.
+        pieces: Values of ``chunk_bytes`` that are compared.
     """
 
     backend: str

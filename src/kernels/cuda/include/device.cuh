@@ -135,8 +135,8 @@ DEVICE u32 load_acquire(const u32* from) {
   asm volatile("ld.acquire.sys.global.u32 %0,[%1];" : "=r"(v) : "l"(from) : "memory");
   return v;
 }
-// Orders the earlier reads and writes of this thread, and those of its block before a sync_block,
-// before its later ones.
+// A fence for all GPUs and the host: this thread's earlier reads and writes precede its later ones,
+// and so do those that its block made before the last sync_block.
 DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 // Returns this processor's time in nanoseconds; clocks of two processors differ.
 DEVICE u64 clock_ns() {

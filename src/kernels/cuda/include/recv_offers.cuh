@@ -38,7 +38,8 @@ struct OfferedLane {
   const Handshake& handshake;
   const u32 lane;
 
-  // Returns the offer between ranks `at`, whose memory holds it, and `other`.
+  // Returns the words in the memory of rank `at` for its messages with rank `other`, which writes
+  // them.
   DEVICE Offer* between(u32 at, u32 other) const {
     return (Offer*)(common.peer[at] + handshake.lines) + lane * WORLD + other;
   }

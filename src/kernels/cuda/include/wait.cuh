@@ -12,7 +12,7 @@ struct Report {
   u32 failed;
   u32 call_low, call_high;
   u32 waited_ms;
-  // Not 0 for each rank for which a thread waited.
+  // Entry r is not 0 if a thread reached its timeout while it waited for rank r.
   u32 missing[MAX_WORLD];
   // Counts of the zero-copy kernels: two for each channel, so that sends and receives have one
   // each.
