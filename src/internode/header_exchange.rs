@@ -4,6 +4,7 @@
 use super::executor::{CallRail, InternodeExecutor, Scratch, copy_bytes};
 use super::header::CallHeader;
 use crate::coll::call::{Collective, Span};
+use crate::coll::cost::network::HEADER_SLOT_BYTES;
 use crate::coll::two_level::MessageLengths;
 use crate::coll::two_level::slices::part;
 use crate::coll::two_level::step::RailOp;
@@ -11,10 +12,6 @@ use crate::error::{Error, Result};
 use crate::rank::Rank;
 use std::sync::Arc;
 
-/// Size of a slot, which contains a header and short data. In every call each rank sends one to the
-/// ranks of its node, and each node sends one to the other nodes. At 1 Gb/s a slot takes 33 µs of
-/// the roughly 800 µs of a short call.
-pub(super) const HEADER_SLOT_BYTES: usize = 4096;
 /// Maximum number of bytes of data in a slot.
 const INLINE_BYTES: usize = HEADER_SLOT_BYTES - CallHeader::BYTES;
 /// Size of the factor at the start of a rank's record.
@@ -65,17 +62,14 @@ impl InternodeExecutor<'_> {
     /// Returns true if the data of each rank and the data that each node sends fit into a slot;
     /// they are then exchanged with the headers.
     pub(super) fn is_short(&self) -> bool {
-        let fits = |node: usize| {
-            let mut records =
-                self.node_map.ranks_of(node).iter().map(|&rank| self.record_bytes(rank));
-            if self.sums_records() {
-                records.all(|bytes| bytes <= INLINE_BYTES)
-            } else {
-                records.sum::<usize>() <= INLINE_BYTES
-            }
+        if self.sums_records() {
+            // Every rank contributes as much.
+            return self.record_bytes(self.rank).max(self.partial_bytes()) <= INLINE_BYTES;
+        }
+        let records = |node: usize| {
+            self.node_map.ranks_of(node).iter().map(|&rank| self.record_bytes(rank)).sum::<usize>()
         };
-        (!self.sums_records() || self.partial_bytes() <= INLINE_BYTES)
-            && (0..self.node_map.num_nodes()).all(fits)
+        (0..self.node_map.num_nodes()).all(|node| records(node) <= INLINE_BYTES)
     }
 
     /// 1. Intra-node: ranks exchange and compare their headers. 2. Inter-node: rail 0 starts to

@@ -2,6 +2,7 @@
 //! query of this node's GPUs.
 
 use super::hardware::DeviceKind;
+use super::network::HEADER_SLOT_BYTES;
 use super::network::NetworkProfile;
 use super::{InternodeDim, Mesh};
 use crate::coll::call::Collective;
@@ -12,9 +13,9 @@ use crate::topo::cost::{LinkCost, LinkKind};
 
 /// Fixed cost of an inter-node call in µs, in addition to its trips (torch's constant).
 const BASE_US: f64 = 6.6;
-/// Approximate number of bytes per rank up to which a call is one exchange of slots
+/// Approximate number of data bytes in a slot. Up to this length a call is one exchange of slots
 /// (`src/internode/header_exchange.rs`).
-const SHORT: f64 = 960.0;
+const SHORT: f64 = (HEADER_SLOT_BYTES - 64) as f64;
 
 /// Returns the link between the ranks of a node.
 fn inside(device: DeviceKind) -> Result<LinkKind> {
@@ -92,7 +93,20 @@ impl InternodeDim {
             | Collective::Scatter => 1.0,
             Collective::Barrier => 0.0,
         };
-        let trips = if bytes * self.local_size as f64 <= SHORT { 1.0 } else { 2.0 };
+        // A node sends the sum of what its ranks reduce, otherwise the data of each rank.
+        let ranks = match op {
+            Collective::AllReduce
+            | Collective::Reduce
+            | Collective::ReduceScatter
+            | Collective::AllReduceAddRmsNorm => 1,
+            Collective::Barrier
+            | Collective::Broadcast
+            | Collective::AllGather
+            | Collective::Gather
+            | Collective::Scatter
+            | Collective::AllToAll => self.local_size,
+        };
+        let trips = if bytes * ranks as f64 <= SHORT { 1.0 } else { 2.0 };
         // 1 GB/s is 1000 bytes in a microsecond.
         BASE_US + trips * wire.us + self.load * sent * bytes / (wire.gb_per_s * 1e3)
     }
@@ -137,5 +151,9 @@ mod tests {
         assert_eq!(span.us(Collective::AllGather, 1e6, wire), 206.6 + 2000.0);
         let whole = InternodeDim { local_size: 4, load: 1.0, ..span };
         assert_eq!(whole.us(Collective::AllToAll, 1e6, wire), 206.6 + 2000.0);
+        // One exchange of slots has the sum of a node, or the data of its four ranks.
+        assert_eq!(whole.us(Collective::ReduceScatter, 2000.0, wire), 106.6 + 1.0);
+        assert_eq!(whole.us(Collective::AllGather, 1000.0, wire), 106.6 + 0.5);
+        assert_eq!(whole.us(Collective::AllGather, 2000.0, wire), 206.6 + 1.0);
     }
 }
