@@ -52,7 +52,7 @@ pub enum Task {
     Join,
 }
 
-/// What this rank moves between itself and another rank in a direct gather.
+/// The messages that this rank moves between itself and another rank in a direct gather.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DirectPeer {
     /// The other rank.

@@ -1,12 +1,12 @@
 use super::*;
-use crate::coll::call::{CallSpec, Collective, Span};
+use crate::coll::call::{Collective, Span};
 use crate::coll::cpu::CpuRunner;
 use crate::coll::cuda::workspace::layout::Channel;
 use crate::coll::message::{Message, MessageSpec};
 use crate::coll::plan::CpuThresholds;
 use crate::completion::Completion;
 use crate::control::tests::controls;
-use crate::dtype::{DType, ReduceOp};
+use crate::dtype::DType;
 use crate::error::ErrorKind;
 use crate::trace::CallTarget;
 use std::time::Instant;
@@ -27,19 +27,13 @@ fn ranks() -> Vec<Arc<LocalRejections>> {
 }
 
 fn launch(refusals: &LocalRejections, number: u64) {
-    let spans = vec![Span { addr: 0, bytes: 4 }];
-    let (op, dtype, reduce_op) = (Collective::AllReduce, DType::F32, ReduceOp::Sum);
-    let call = CallSpec {
-        op,
-        dtype,
-        reduce_op,
-        root: Rank(0),
-        factor: 1.0,
-        inputs: spans.clone().into(),
-        outputs: spans.into(),
-        call_site: None,
-    };
-    launch_log::compare(&refusals.control, number, &call, Channel::Collectives).expect("all alike");
+    launch_log::compare(
+        &refusals.control,
+        number,
+        &launch_log::tests::sum(4),
+        Channel::Collectives,
+    )
+    .expect("all alike");
 }
 
 fn failure_within(refusals: &LocalRejections, limit: Duration) -> Option<Error> {

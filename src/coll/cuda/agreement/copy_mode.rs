@@ -166,27 +166,12 @@ pub fn decide(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::coll::call::{CallSpec, Collective, Span};
     use crate::coll::cuda::workspace::layout::Channel;
     use crate::control::tests::controls;
-    use crate::dtype::{DType, ReduceOp};
 
     /// Launches call `number` on the rank of `control`.
     fn launch(control: &ControlBlock, number: u64, wanted: CopyMode) -> CopyDecision {
-        let spans = vec![Span { addr: 0, bytes: 4 }];
-        let (op, dtype, reduce_op) = (Collective::AllReduce, DType::F32, ReduceOp::Sum);
-        let (inputs, outputs) = (spans.clone().into(), spans.into());
-        let call = CallSpec {
-            op,
-            dtype,
-            reduce_op,
-            root: Rank(0),
-            factor: 1.0,
-            inputs,
-            outputs,
-            call_site: None,
-        };
-        launch_log::compare(control, number, &call, Channel::Collectives)
+        launch_log::compare(control, number, &launch_log::tests::sum(4), Channel::Collectives)
             .expect("all ranks launch the same");
         let own = TensorOffsets {
             input: number * 100 + u64::from(control.rank().0),

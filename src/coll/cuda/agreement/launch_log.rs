@@ -372,4 +372,4 @@ fn read_with(
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -143,10 +143,8 @@ impl ZeroCopyWords for ControlBlockWords<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::coll::call::{CallSpec, Collective, Span};
     use crate::coll::cuda::workspace::layout::Channel;
     use crate::control::tests::controls;
-    use crate::dtype::{DType, ReduceOp};
     use crate::error::ErrorKind;
     use std::time::Instant;
 
@@ -157,19 +155,7 @@ mod tests {
         wanted: bool,
         timeout: Duration,
     ) -> Result<bool> {
-        let spans = vec![Span { addr: 0, bytes: 4 }];
-        let (op, dtype, reduce_op) = (Collective::AllReduce, DType::F32, ReduceOp::Sum);
-        let call = CallSpec {
-            op,
-            dtype,
-            reduce_op,
-            root: Rank(0),
-            factor: 1.0,
-            inputs: spans.clone().into(),
-            outputs: spans.into(),
-            call_site: None,
-        };
-        launch_log::compare(control, number, &call, Channel::Collectives)?;
+        launch_log::compare(control, number, &launch_log::tests::sum(4), Channel::Collectives)?;
         decide(&ControlBlockWords { control, number, timeout }, control.rank().0, number, wanted)
     }
 

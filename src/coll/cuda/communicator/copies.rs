@@ -97,27 +97,24 @@ impl Communicator {
             && self.memory.is_direct()
             && copy_engine::serves(call, n)
             && long();
-        moved.then(|| self.offer(call))
+        moved.then(|| {
+            let offer = self.symmetric.as_ref().and_then(|heaps| self.offer(call, heaps));
+            offer.unwrap_or(CopyOffer { own: TensorOffsets::ELSEWHERE, expected: Vec::new() })
+        })
     }
 
-    fn offer(&self, call: &CallSpec<'_>) -> CopyOffer {
-        let none = CopyOffer { own: TensorOffsets::ELSEWHERE, expected: Vec::new() };
-        let Some((heaps, mut own)) =
-            self.symmetric.as_ref().and_then(|heaps| Some((heaps, self.tensor_offsets(call)?)))
-        else {
-            return none;
-        };
+    /// Returns the offer of this rank if all of its tensors are in symmetric memory.
+    fn offer(&self, call: &CallSpec<'_>, heaps: &PeerHeaps) -> Option<CopyOffer> {
+        let mut own = self.tensor_offsets(call, heaps)?;
         let (me, n) = (self.control.rank().index(), self.control.size());
         let mine = message(call, me, n).0;
-        let expected = (0..n).map(|rank| {
-            let (theirs, bytes) = message(call, rank, n);
-            heaps.reach(Rank(rank as u32), own.expected(mine, theirs), bytes)
-        });
-        let expected: Vec<_> = expected.collect();
-        own.pulls = (0..n)
-            .filter(|&rank| rank != me && expected[rank].is_some())
-            .fold(0, |pulls, rank| pulls | 1 << rank);
-        CopyOffer { own, expected }
+        let mut expected: Vec<_> = (0..n).map(|_| None).collect();
+        for peer in self.control.peers() {
+            let (theirs, bytes) = message(call, peer.index(), n);
+            expected[peer.index()] = heaps.reach(peer, own.expected(mine, theirs), bytes);
+            own.pulls |= u16::from(expected[peer.index()].is_some()) << peer.index();
+        }
+        Some(CopyOffer { own, expected })
     }
 
     /// Returns the decision about this rank's launch `number`, which is `call`; copy engines move
@@ -151,8 +148,7 @@ impl Communicator {
     }
 
     /// Returns where the tensors of a gather are in symmetric memory, if all of them are.
-    fn tensor_offsets(&self, call: &CallSpec<'_>) -> Option<TensorOffsets> {
-        let heaps = self.symmetric.as_ref()?;
+    fn tensor_offsets(&self, call: &CallSpec<'_>, heaps: &PeerHeaps) -> Option<TensorOffsets> {
         let whole = copy_engine::consecutive(call)?;
         let output = heaps.offset(whole)?;
         let input = if call.op == Collective::AllReduce {

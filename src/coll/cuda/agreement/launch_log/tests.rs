@@ -1,6 +1,6 @@
 use super::*;
 use crate::control;
-use crate::dtype::{DType, ReduceOp};
+use crate::dtype::DType;
 use crate::error::ErrorKind;
 use crate::sync::call_site::CallSite;
 
@@ -8,21 +8,13 @@ fn controls() -> [ControlBlock; 2] {
     control::tests::controls(2).try_into().expect("two")
 }
 
-fn sum(bytes: usize) -> CallSpec<'static> {
+/// An all_reduce of float32 sums on tensors of `bytes` bytes.
+pub(crate) fn sum(bytes: usize) -> CallSpec<'static> {
     let spans = vec![Span { addr: 0, bytes }];
-    let (op, dtype, reduce_op) = (Collective::AllReduce, DType::F32, ReduceOp::Sum);
-    CallSpec {
-        op,
-        dtype,
-        reduce_op,
-        root: Rank(0),
-        factor: 1.0,
-        inputs: spans.clone().into(),
-        outputs: spans.into(),
-        call_site: None,
-    }
+    let (inputs, outputs) = (spans.clone().into(), spans.into());
+    let (op, dtype) = (Collective::AllReduce, DType::F32);
+    CallSpec { op, dtype, inputs, outputs, ..CallSpec::barrier(None) }
 }
-
 #[test]
 fn ranks_that_disagree_on_recording_hear_of_it() {
     let [one, two] = controls();
