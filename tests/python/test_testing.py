@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 import torch_symm_pytest
 from ranks import run_ranks
 from torch_symm import testing
@@ -403,3 +406,20 @@ def test_run_ranks_reports_and_returns() -> None:
         testing.run_ranks(unpicklable, 2, backend=None)
     with pytest.raises(RuntimeError, match="not inside a test rank"):
         testing.shared_tmp_path()
+
+
+def test_no_rank_leaves_while_others_connect_their_groups_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Longer than the time limit of the case.
+    monkeypatch.setattr("torch_symm.testing._rank.LEAVE_S", 100.0)
+
+    def leaves(rank: int, world_size: int) -> bool:
+        dist.new_group(backend="gloo")
+        testing.barrier("connected")
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            time.sleep(0.5)
+        return (testing.shared_tmp_path() / "outcome-0").exists()
+
+    # Without the wait, rank 0 would end at once. It does not wait for the rank that was killed.
+    assert run_ranks(leaves, 3, expect_killed=(2,)) == [False, False, None]

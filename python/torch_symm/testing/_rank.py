@@ -21,6 +21,8 @@ from typing import Any
 
 #: Number of calls of each rank in a report.
 CALLS = 4
+#: For how many seconds a rank with groups of Gloo waits for the others before it leaves.
+LEAVE_S = 5.0
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 _here: tuple[int, int, Path] | None = None
@@ -190,15 +192,29 @@ def _run(order: Order, rank: int) -> Outcome:
             torch.set_num_threads(1)
         if order.backend is not None:
             init_process_group(order.backend, order.group_timeout)
-            if order.backend == "gloo":
-                # A rank that leaves at once would disturb ranks that are still connecting.
-                barrier("joined", order.group_timeout)
         value = order.body(rank, order.world_size)
         if dist.is_initialized():
+            if any("gloo" in backends for backends in dist.distributed_c10d._world.pg_backend_config.values()):
+                _wait_for_others(order, rank)
             dist.destroy_process_group()
         return Outcome("passed", value=value)
     except BaseException as error:
         return _of(error, order, time.monotonic())
+
+
+def _wait_for_others(order: Order, rank: int) -> None:
+    """Returns once each rank has called this or ended, or ``LEAVE_S`` later, which is no error.
+
+    Gloo creates a group without a barrier at the end. If one rank left before another had connected to all ranks, the
+    other's ``new_group`` would fail with "Connection closed by peer".
+    """
+    (order.folder / f"leaves-{rank}").touch()
+    deadline = time.monotonic() + LEAVE_S
+    while time.monotonic() < deadline:
+        left = {path.name.partition("-")[2] for name in ("leaves", "ended") for path in order.folder.glob(f"{name}-*")}
+        if len(left) == order.world_size:
+            return
+        time.sleep(0.002)
 
 
 def _of(error: BaseException, order: Order, when: float) -> Outcome:

@@ -116,7 +116,7 @@ def run_case(
         try:
             for rank in range(world_size):
                 ranks.fork(order, rank)
-            ranks.wait(timeout, may_end)
+            ranks.wait(timeout, may_end, folder)
         finally:
             ranks.kill()
         return [_ending(folder, ranks, rank) for rank in range(world_size)]
@@ -135,13 +135,17 @@ class _Ranks:
         parent = os.getpid()
         self.pids.append(self.forked.fork(lambda: _rank.serve(order, rank, parent)))
 
-    def wait(self, timeout: float, may_end: Collection[int]) -> None:
-        """Returns when all ranks have ended or the time is up, after asking the remaining ones for their stacks."""
+    def wait(self, timeout: float, may_end: Collection[int], folder: Path) -> None:
+        """Returns when all ranks have ended or the time is up, after asking the remaining ones for their stacks.
+
+        The file ``ended-{rank}`` in ``folder`` tells the other ranks that one has ended.
+        """
         since, deadline = self._start, self._start + timeout
         while self.forked.running and (left := deadline - time.monotonic()) > 0:
             for pid in self.forked.wait(left):
-                expected = self.pids.index(pid) in may_end
-                if self.forked.status[pid] != 0 and not expected and time.monotonic() + GRACE_S < deadline:
+                rank = self.pids.index(pid)
+                (folder / f"ended-{rank}").touch()
+                if self.forked.status[pid] != 0 and rank not in may_end and time.monotonic() + GRACE_S < deadline:
                     since, deadline = time.monotonic(), time.monotonic() + GRACE_S
         self.waited = time.monotonic() - since
         for pid in self.forked.running:
