@@ -106,8 +106,8 @@ impl std::fmt::Display for Description {
 }
 
 impl CallSpec<'_> {
-    /// Returns the number of bytes that must be equal on all ranks: of one message, or of all
-    /// messages if each rank knows all lengths. 0 for an all-to-all.
+    /// Returns the length on which all ranks must agree: of one message, or the sum of all messages
+    /// if each rank knows all lengths. 0 for a barrier and for an all-to-all.
     pub fn agreed_bytes(&self) -> u64 {
         let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes as u64).sum();
         let one = |spans: &[Span]| spans.first().map_or(0, |span| span.bytes as u64);

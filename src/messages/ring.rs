@@ -393,8 +393,8 @@ mod tests {
     fn counters_and_frames_that_no_peer_writes_are_an_error_not_a_wait() {
         let offer = Frame::control(FrameKind::Rts, 1, 0);
         let long = Frame { id: 1, bytes: 4096, ..Frame::bare(FrameKind::Eager) };
-        // Pairs of the first frame and the tail: twice only padding, a tail beyond the ring, a
-        // message longer than the bytes sent, and a message whose first part is missing.
+        // The first frame and the tail of each case: two cases with padding only, a tail beyond the
+        // ring, a message longer than the bytes sent, and a message whose first part is missing.
         let parts = Frame { bytes: 40 << 10, ..long };
         let beyond = SegmentLayout::new(2).ring_data_bytes() as u64 + 32;
         for (frame, tail) in [

@@ -27,7 +27,7 @@ pub fn check_owner(status: &Stat) -> Result<(), String> {
 }
 
 /// Atomically replaces `name` in `folder` by a file with `content`, so readers see the old or the
-/// new content. A killed process leaves a file `<prefix><random>.tmp`.
+/// new content. A process that is killed meanwhile leaves a file `<prefix><random>.tmp`.
 pub fn replace(
     folder: BorrowedFd<'_>,
     prefix: &str,

@@ -53,7 +53,8 @@ pub(super) struct Report {
     lines: Vec<TotalsLine>,
 }
 
-/// Returns the class of a size: 0 for no bytes, and n for sizes from 2^(n-2) + 1 to 2^(n-1).
+/// Returns the class of a size: 0 for no bytes, 1 for one byte, and n above 1 for sizes from
+/// 2^(n-2) + 1 to 2^(n-1).
 fn class(size: u64) -> usize {
     size.checked_sub(1).map_or(0, |below| 1 + (u64::BITS - below.leading_zeros()) as usize)
 }

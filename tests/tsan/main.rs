@@ -37,7 +37,7 @@ fn memory() -> ShmSegment {
 /// Runs `body` on all ranks, which are threads with one mapping.
 fn with_ranks(body: impl Fn(&Group, u32) + Sync) {
     let memory = memory();
-    // No direct reads: the kernel does them, invisible to the sanitizer.
+    // No direct reads: the sanitizer does not see what Linux copies (`process_vm_readv`).
     let tuning = GroupTuning {
         zero_copy: false,
         spins: Some(64),

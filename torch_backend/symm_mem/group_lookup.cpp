@@ -88,8 +88,9 @@ std::shared_ptr<Side> side_of(const std::string& info) {
   return side;
 }
 
-// Returns options with the timeout and the global ranks of the first of the group's backends that
-// has options; both are the same in all of them. Returns the defaults if no backend has options.
+// Returns options with the group's timeout and global ranks. They come from the first backend that
+// has options, because all backends of a group have the same. If none has options, returns the
+// defaults.
 c10::intrusive_ptr<Options> options_beside(const TorchGroup& torch_group) {
   auto options = c10::make_intrusive<Options>();
   for (const auto device : torch_group->getDeviceTypes()) {

@@ -93,7 +93,8 @@ impl InternodeDim {
             | Collective::Scatter => 1.0,
             Collective::Barrier => 0.0,
         };
-        // A node sends the sum of what its ranks reduce, otherwise the data of each rank.
+        // A call is short if these tensors fit into a slot: of a reduction one per node, the sum of
+        // its ranks; of any other call one per rank.
         let ranks = match op {
             Collective::AllReduce
             | Collective::Reduce

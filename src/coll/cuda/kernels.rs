@@ -1,5 +1,5 @@
-//! The kernels of one rank of a group, compiled and loaded on first use; usual kernels that are
-//! cached are loaded earlier.
+//! The kernels of one rank of a group, compiled and loaded on first use. The most common kernels
+//! are loaded before the first call if their code is cached.
 
 use super::kernel_spec::{KERNELS, KernelSpec};
 use super::launch::Launch;

@@ -56,7 +56,7 @@ pub struct CudaThresholds {
     /// Minimum length of a zero-copy message between two ranks, not 0: from this length on it saves
     /// more time than the handshakes of such a call cost.
     pub zero_copy_bytes: usize,
-    /// Maximum length of a single message that uses LL lines.
+    /// A collective uses LL lines if none of its messages is longer than this.
     pub low_latency_bytes: usize,
     /// Number of units of a piece for which a sentinel-slot kernel gets one block.
     pub block_units: usize,

@@ -15,8 +15,9 @@ use crate::rank::Rank;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// Minimum age of a call before a rejection ends it: the rank may be about to make the call, or its
-/// report may be on the way.
+/// How long a rank must have waited in a call before the rejection of another rank ends it. Until
+/// then the other rank may be about to make the call, or its report that it made the call may be on
+/// the way.
 const REJECTION_SETTLE: Duration = Duration::from_millis(60);
 
 /// A node leader's view of rejected calls.

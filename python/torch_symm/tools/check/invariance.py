@@ -162,7 +162,7 @@ def _worst(shares: Iterable[float]) -> float | None:
 
 
 def _within(side: Side, own: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the sums of the row at the start, in the middle and at the end of longer calls."""
+    """All-reduces longer tensors with ``own`` at one of three places; returns the part of each result at that place."""
     parts = []
     for total in LENGTHS[own.device.type]:
         for place in (0, (total - ROW) // 3, total - ROW):

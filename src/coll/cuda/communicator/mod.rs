@@ -82,8 +82,8 @@ struct CommunicatorState {
     launched: u64,
     /// Number of receives from each rank, and of sends to it.
     transfers: [[u64; MAX_RANKS]; 2],
-    /// Event of each queue, eager and captured, on which a call waits if the previous call used
-    /// another stream.
+    /// Two events per queue, for eager and for captured calls. A call waits on one of them if the
+    /// previous call of its queue used another stream.
     behind: Vec<Event>,
     /// True once the group is leaving: its memory is freed when the enqueued work is done.
     closed: bool,

@@ -156,9 +156,10 @@ DEVICE void send_pieces(
   send_pieces(session, out, to, chunk_of, lift, none, NoOwnMessage{});
 }
 
-// Receives a message of `bytes[r]` from each rank in `from`, in chunks. `take(start, units, slot)`
-// reads the chunk that starts at `start[r]` of each message (`ChunkOf::Start`): `units[r]` units at
-// `slot[r]`. Bytes that arrived through `offers` are already in place.
+// Receives a message of `bytes[r]` from each rank r in `from`, in chunks.
+// `take(start, units, slot)` reads one chunk of each message: that of rank r has `units[r]` units
+// at `slot[r]`, and starts at `start[r]` of the message (`ChunkOf::Start`). Bytes that arrived
+// through `offers` are already in place.
 template <typename ChunkOf, typename Take, typename Offers>
 DEVICE void receive_pieces(
     ReceiveSession& session, const u64* bytes, u32 from, ChunkOf chunk_of, Take take,
