@@ -1,4 +1,5 @@
-//! Inputs that an output of the same calls overwrites before they are read.
+//! Finds the inputs of a list of calls that an output of one of these calls overwrites before they
+//! are read.
 
 use super::call::CallSpec;
 use crate::mem::span::Span;
@@ -161,8 +162,8 @@ mod tests {
     #[test]
     fn only_calls_that_come_first_overwrite() {
         let reduce = |input, output| call(Collective::AllReduce, &[(input, 8)], &[(output, 8)]);
-        // The second call reads the first call's output; the first reads its input before the
-        // second writes to it.
+        // First case: the second call's input is the first call's output. Second case: the first
+        // call reads its input before the second call overwrites it.
         assert_eq!(found(&[reduce(64, 80), reduce(80, 96)], 0), [(1, 0)]);
         assert_eq!(found(&[reduce(64, 80), reduce(96, 64)], 0), []);
     }

@@ -98,10 +98,10 @@ impl<'a> Call<'a> {
     /// Makes a call of rank `me` of `n`.
     ///
     /// # Safety
-    /// The caller promises, as long as the call or a clone of it exists and until each run of it
-    /// has ended: the inputs may be read and the outputs written, no other code writes either, and
-    /// they overlap only in place. A run ends when `run` returns, when its completion is called, or
-    /// when the stream has passed it.
+    /// The caller promises that, as long as the call or a clone of it exists and until each run of
+    /// it has ended, the inputs may be read, the outputs may be written, no other code writes them,
+    /// and inputs and outputs overlap only in place. A run ends when `run` returns, when its
+    /// completion is called, or when the stream has passed it.
     ///
     /// # Errors
     /// The errors of [`CallSpec::validate`].
@@ -110,8 +110,8 @@ impl<'a> Call<'a> {
         Ok(Self(spec))
     }
 
-    /// Makes a call on the crate's own memory, or a part of a call that was made by [`Self::new`],
-    /// so that its caller's promise and its checks cover the part.
+    /// Makes a call on the crate's own memory, or a part of a call that [`Self::new`] made: the
+    /// promise of the caller of `new`, and the checks of `new`, cover the part.
     pub(crate) const fn inner(spec: CallSpec<'a>) -> Self {
         Self(spec)
     }

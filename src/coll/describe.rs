@@ -12,7 +12,7 @@ use crate::rank::Rank;
 pub struct Description {
     /// From the lowest byte up: op, dtype, reduce op, [`SITED`], root.
     pub head: u64,
-    /// The bytes that must agree, see [`CallSpec::agreed_bytes`].
+    /// The length on which ranks must agree, see [`CallSpec::agreed_bytes`].
     pub bytes: u64,
     /// [`Norm::word`] of a norm, otherwise 0.
     pub detail: u64,
@@ -22,7 +22,7 @@ pub struct Description {
 const SITED: u64 = 1 << 24;
 
 impl Description {
-    /// Returns the description that `call` shows its peers.
+    /// Returns the description of `call`, which the ranks compare.
     pub fn of(call: &CallSpec) -> Self {
         let reduce_op = if call.op.reduces() { call.reduce_op as u64 } else { 0 };
         let root = if call.op.rooted() { u64::from(call.root.0) } else { 0 };
@@ -37,8 +37,8 @@ impl Description {
         }
     }
 
-    /// Returns one word that differs if descriptions of `call`, agreed lengths or call sites differ
-    /// (64-bit mixing, splitmix64's finaliser).
+    /// Returns a hash of this description of `call`, its agreed lengths and its call site (64-bit
+    /// mixing, splitmix64's finaliser).
     pub fn fingerprint(self, call: &CallSpec) -> u64 {
         let mut hash = mix(self.head ^ mix(self.bytes ^ mix(self.detail)));
         for span in call.agreed_lengths() {
@@ -80,7 +80,7 @@ impl std::fmt::Display for Description {
         };
         match op {
             Collective::Barrier => return f.write_str("barrier"),
-            // Each pair has a different length.
+            // Each pair of ranks may have a different length.
             Collective::AllToAll => return write!(f, "all_to_all({})", dtype.name()),
             Collective::AllReduceAddRmsNorm => {
                 return Norm::describe(f, self.bytes, dtype, self.detail);
@@ -126,7 +126,8 @@ impl CallSpec<'_> {
         }
     }
 
-    /// Returns the lengths that every rank knows of every other rank.
+    /// Returns one span for each rank, on whose lengths all ranks must agree; empty if the call has
+    /// no such lengths.
     pub fn agreed_lengths(&self) -> &[Span] {
         match self.op {
             Collective::AllGather => &self.outputs,
@@ -142,7 +143,7 @@ impl CallSpec<'_> {
     }
 
     /// Returns the inputs that other ranks need. A norm's residual, weight and scale are the same
-    /// on all ranks and left out.
+    /// on all ranks and are left out.
     pub fn shared_inputs(&self) -> &[Span] {
         let count = if self.op == Collective::AllReduceAddRmsNorm { 1 } else { self.inputs.len() };
         &self.inputs[..count.min(self.inputs.len())]
@@ -153,7 +154,7 @@ impl CallSpec<'_> {
         self.shared_inputs().iter().chain(&*self.outputs).map(|span| span.bytes).max().unwrap_or(0)
     }
 
-    /// Returns the size of all tensors of this rank in bytes.
+    /// Returns the total size of this rank's shared inputs and of its outputs in bytes.
     pub fn total(&self) -> usize {
         self.shared_inputs().iter().chain(&*self.outputs).map(|span| span.bytes).sum()
     }

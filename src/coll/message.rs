@@ -46,16 +46,16 @@ impl Message {
     /// Makes a message from these arguments.
     ///
     /// # Safety
-    /// The caller promises as long as the message or a copy of it exists, and until each send and
-    /// receive of it has ended: the span may be read by a send and written by a receive, and no
-    /// other code writes it. A send or receive ends when its completion is called, or when the
-    /// stream has passed it.
+    /// The caller promises that, as long as the message or a copy of it exists and until each send
+    /// and receive of it has ended, a send may read the span, a receive may write it, and no other
+    /// code writes it. A send or receive ends when its completion is called, or when the stream has
+    /// passed it.
     pub const unsafe fn new(spec: MessageSpec) -> Self {
         Self(spec)
     }
 
-    /// Returns the same message to or from rank `peer`, for example if the other rank has another
-    /// number in another group.
+    /// Returns the same message to or from rank `peer`, for example to pass it to another group, in
+    /// which the peer has a different rank.
     pub(crate) const fn with_peer(self, peer: Option<Rank>) -> Self {
         Self(MessageSpec { peer, ..self.0 })
     }

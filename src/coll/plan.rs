@@ -10,7 +10,7 @@ use crate::mem::layout::{INLINE_BYTES, LINE_PAIR, SLOT_BYTES, SegmentLayout};
 /// The algorithm of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CpuPlan {
-    /// The data travel next to the arrival flags: one synchronisation.
+    /// The data travel next to the arrival flags, so the ranks synchronise only once.
     Inline,
     /// The data move in chunks through shared staging, and copies overlap with reductions.
     Staged {
@@ -52,7 +52,7 @@ impl Default for CpuThresholds {
     }
 }
 
-/// Number of chunks of a short message if some ranks write and others read.
+/// Number of chunks of a message that fits into a slot, if some ranks write and others read.
 const ONE_WAY_CHUNKS: usize = 8;
 
 /// Returns the plan for a collective of `n` ranks whose longest message between two of them is
@@ -106,8 +106,8 @@ pub fn choose(
         | Collective::AllReduceAddRmsNorm => SLOT_BYTES,
     };
     let room = room / LINE_PAIR * LINE_PAIR;
-    // Short messages move in chunks, so that the next one is written while one is read. If every
-    // rank does both, two chunks are best.
+    // A message that fits into a slot also moves in chunks, so that one chunk is written while
+    // another is read. If every rank writes and reads, two chunks are best.
     let one_way = matches!(
         op,
         Collective::Broadcast | Collective::Reduce | Collective::Gather | Collective::Scatter
@@ -121,7 +121,8 @@ pub fn choose(
     CpuPlan::Staged { chunk, store }
 }
 
-/// Size of the rows from which more than two ranks share the work; not measured.
+/// Total size of the rows above which more than two ranks divide them among each other; not
+/// measured.
 const TWO_SHOT_BYTES: usize = 64 << 10;
 /// Rows up to this size are not cut into two chunks.
 const WHOLE_BYTES: usize = 32 << 10;

@@ -51,9 +51,10 @@ impl Curve {
         Ok(())
     }
 
-    /// Returns the microseconds for `bytes`. Between two points, the line through both, which
-    /// amounts to a latency and a bandwidth; below the first point, its time; above the last, the
-    /// bandwidth of the last segment, or no further cost if that is negative.
+    /// Returns the microseconds for `bytes`. Between two points they are on the line through both,
+    /// which amounts to a latency and a bandwidth. Below the first point they are the time of that
+    /// point. Above the last point, the line of the last segment continues, or a flat line if that
+    /// line falls.
     pub(super) fn at(&self, bytes: f64) -> f64 {
         let last = self.bytes.len() - 1;
         let above = self.bytes.partition_point(|&size| size as f64 <= bytes);

@@ -67,7 +67,8 @@ pub(super) fn detected(mesh: &Mesh) -> Result<(Vec<LinkCost>, String)> {
     ))
 }
 
-/// Returns the link of each dimension: as detected, but the network as measured if `wire` is given.
+/// Returns the detected link of each dimension. If `wire` is given, the dimensions that span nodes
+/// get the measured network instead.
 pub(super) fn known(mesh: &Mesh, wire: Option<&NetworkProfile>) -> Result<Vec<LinkCost>> {
     let (links, _) = detected(mesh)?;
     let measured = wire.map(|wire| LinkCost { gb_per_s: wire.gb_per_s, us: wire.us });
@@ -152,7 +153,8 @@ mod tests {
         assert_eq!(span.us(Collective::AllGather, 1e6, wire), 206.6 + 2000.0);
         let whole = InternodeDim { local_size: 4, load: 1.0, ..span };
         assert_eq!(whole.us(Collective::AllToAll, 1e6, wire), 206.6 + 2000.0);
-        // One exchange of slots has the sum of a node, or the data of its four ranks.
+        // One exchange of slots carries the sum of a node's ranks, or the data of each of its four
+        // ranks.
         assert_eq!(whole.us(Collective::ReduceScatter, 2000.0, wire), 106.6 + 1.0);
         assert_eq!(whole.us(Collective::AllGather, 1000.0, wire), 106.6 + 0.5);
         assert_eq!(whole.us(Collective::AllGather, 2000.0, wire), 206.6 + 1.0);

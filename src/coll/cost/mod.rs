@@ -3,9 +3,9 @@
 //! One type, [`Model`], has three bases: torch's constants and formula ([`crate::topo::cost`]);
 //! detected links, with the bytes and trips of the algorithm that [`plan`](crate::coll::plan)
 //! chooses ([`algorithms`]); and times measured on this hardware, by algorithm ([`profile`],
-//! [`curve`]). It is here and not in `topo` because a price depends on the algorithm that runs at
-//! that size, and `topo` may not know algorithms. [`network`] has inter-node measurements.
-//! `docs/design/cost-model.md`.
+//! [`curve`]). The model is here and not in `topo` because a price depends on the algorithm that
+//! runs at that size, and `topo` must not depend on algorithms. [`network`] has inter-node
+//! measurements. See `docs/design/cost-model.md`.
 
 mod algorithms;
 mod curve;
@@ -75,9 +75,9 @@ struct InternodeDim {
     nodes: usize,
     /// Number of a group's ranks on one node.
     local_size: usize,
-    /// Traffic on one link to other nodes, divided by what one group sends from a node: on CPU the
-    /// number of groups that share the node's link; on CUDA 1 / `local_size`, since each rank has a
-    /// link.
+    /// Traffic on one link to other nodes, divided by the traffic that one group sends from a node:
+    /// on CPU the number of groups that share the node's link; on CUDA 1 / `local_size`, since each
+    /// rank has a link.
     load: f64,
     /// Link between the ranks of a node.
     intra_node: LinkCost,

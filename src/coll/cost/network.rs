@@ -20,8 +20,8 @@ pub struct RailThresholds {
     /// Maximum size of a call that uses only one rail: below it the latency of messages dominates,
     /// and more rails would add messages.
     pub multi_rail_bytes: usize,
-    /// Maximum number of bytes of a rail's slice that move in one pipeline step of a long call; on
-    /// GPUs in one chunk.
+    /// Maximum number of bytes of a rail that move in one pipeline step of a long call: on CPUs,
+    /// bytes of its slice of the tensor; on GPUs, bytes on the wire.
     pub chunk_bytes: usize,
     /// Maximum size of a rail's slice for which each node gets all partial results and sums them
     /// itself: one exchange instead of two.
@@ -84,7 +84,7 @@ pub struct NetworkProfile {
     pub nodes: usize,
     /// The torch backend that connected them.
     pub backend: String,
-    /// Rate at which a node sends, in GB/s; for CUDA, a GPU.
+    /// Rate at which a node (for CUDA, a GPU) sends, in GB/s.
     pub gb_per_s: f64,
     /// Microseconds of a trip.
     pub us: f64,

@@ -56,8 +56,8 @@ pub struct MeasuredOn {
     pub command: String,
     /// Load averages before the measurement.
     pub load: Vec<f64>,
-    /// Microseconds that the calibration's reference took in the state of the node in which the
-    /// times were measured; 0 on GPUs.
+    /// Microseconds of a fixed broadcast, the reference of the calibration, while the times of the
+    /// profile were measured; they identify the state of the node. 0 on GPUs.
     #[serde(default)]
     pub reference_us: f64,
 }
@@ -106,7 +106,7 @@ impl Profile {
                 "it is not a profile: its \"format\" is not {FORMAT:?}"
             )));
         }
-        // Checked first, because another version may have different fields.
+        // The version is checked first, because another version may have different fields.
         match value.get("version") {
             Some(version) if version.as_u64() == Some(VERSION) => {}
             Some(version) => {
@@ -174,7 +174,8 @@ impl Profile {
     /// [`Config`](crate::error::ErrorKind::Config), with a message that names the file.
     pub fn load(path: &Path) -> Result<Self> {
         let refused = |why: String| Error::config(format!("profile {}: {why}", path.display()));
-        // Checked before the file is opened, because opening a pipe would wait for its writer.
+        // The kind of file is checked before it is opened, because opening a pipe would wait for
+        // its writer.
         let kind = std::fs::metadata(path).map_err(|error| refused(error.to_string()))?;
         if !kind.is_file() {
             return Err(refused("it is not a regular file".into()));

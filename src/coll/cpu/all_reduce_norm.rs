@@ -1,7 +1,7 @@
 //! All-reduce, residual and RMSNorm in one call. In the one-shot form each rank sums and normalises
 //! all rows. In the two-shot form each rank does so with its share of each chunk, and then all
-//! ranks collect the shares of both results. Residual and weight are the same on all ranks, so a
-//! row has the same bits whichever rank normalises it.
+//! ranks collect the results of all shares. Residual and weight are the same on all ranks, so a row
+//! has the same bits whichever rank normalises it.
 #![allow(unsafe_code, reason = "copies between the group's memory and the bytes of tensors")]
 
 use super::CpuCall;
@@ -47,8 +47,8 @@ fn norm_rows(
         }),
     };
     // SAFETY: `validate` checked spans of `norm.rows` rows, which include these; the spans are the
-    // user's, and overlap in place only. The callers' sources have `count` rows: the input, or
-    // posts and slots of the segment, whose writers they have synchronised with.
+    // user's, and overlap in place only. The callers' sources have `count` rows. They are the
+    // input, or posts and slots of the segment, with whose writers the callers have synchronised.
     unsafe { cpu::add_rms_norm(norm, count, &memory) }
 }
 

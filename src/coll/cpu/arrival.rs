@@ -1,5 +1,5 @@
-//! The arrival: one post per rank and call, in one of two places by the parity of the call's
-//! number.
+//! The arrival: one post per rank and call, in one of two places that the parity of the call's
+//! number selects.
 //!
 //! A rank that posts call `s + 2` over its post of call `s` has seen all ranks' posts of `s + 1`,
 //! so every rank has left `s`.
@@ -18,7 +18,8 @@ use crate::sync::flag::Flag;
 use std::fmt::Write;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The head of a post, which a peer needs first: one cache line with up to 32 bytes of data.
+/// The head of a post, which a peer needs first. It shares a cache line with the first 32 bytes of
+/// data.
 #[repr(C)]
 struct Head {
     flag: AtomicU64,
@@ -109,7 +110,8 @@ impl CpuCall<'_> {
         self.table(self.control.rank(), UNREAD).store(1, Ordering::Relaxed);
     }
 
-    /// Returns true if `rank` has posted that it could not read; valid after that stage of `rank`.
+    /// Returns true if `rank` has posted that it could not read a peer's memory; valid once this
+    /// rank has seen the stage of `rank` that follows the reads.
     pub(super) fn posted_unread(&self, rank: Rank) -> bool {
         self.table(rank, UNREAD).load(Ordering::Relaxed) != 0
     }
@@ -181,8 +183,9 @@ impl CpuCall<'_> {
         put(HEAD, description.head);
         put(BYTES, description.bytes);
         put(DETAIL, description.detail);
-        // Peers do not read these words if the data of all ranks are inline. For an all-to-all, a
-        // rank learns that only from all posts.
+        // Peers do not read these words if the data of all ranks are inline. In an all-to-all, the
+        // data of other ranks may not be inline although this rank's are, so these words must be
+        // valid.
         if !inline {
             put(OFFER, self.offer());
             put(SHARES_CORES, shares_cores().into());
@@ -281,7 +284,7 @@ impl CpuCall<'_> {
         Err(self.control.fail(Error::mismatch(text)))
     }
 
-    /// Source of this rank's own input `index`.
+    /// Returns this rank's own input `index` as a source of a reduction.
     pub(super) fn own(&self, index: usize) -> InputElements {
         InputElements { ptr: self.call.inputs[index].ptr(), factor: self.call.factor }
     }

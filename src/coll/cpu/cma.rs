@@ -19,14 +19,15 @@ use crate::rank::Rank;
 use crate::sys::process_vm::read_memory;
 use std::ops::RangeInclusive;
 
-/// Minimum length of the longest message for reads of peers' memory where time slices are lost;
-/// shorter messages need only a chunk or two.
+/// Minimum length of the longest message with which ranks that lose time slices read their peers'
+/// memory; shorter messages need only a chunk or two.
 const LONG: usize = 256 << 10;
 
-/// Returns the lengths of the longest message for which one copy by the kernel is faster than
-/// slots, for an `op` of `n` ranks that do not share cores. Below this range system calls dominate;
-/// above it helpers and the cached slots win. Several readers of one rank wait for each other in
-/// the kernel. Measured in docs/measurements/cpu.md.
+/// Returns the range of lengths of a call's longest message in which one copy by Linux is faster
+/// than two copies through slots, for an `op` of `n` ranks that do not share cores. Below this
+/// range the system calls dominate. Above it slots are faster, because they stay in the cache and
+/// helpers copy. Several readers of one rank wait for each other inside Linux. Measured in
+/// docs/measurements/cpu.md.
 fn quick(op: Collective, n: usize) -> RangeInclusive<usize> {
     let (least, most) = match n {
         2 => (32 << 10, 256 << 10),
@@ -46,8 +47,8 @@ const LOSES_SLICES: u64 = 2;
 const KEEPS_INPUTS: u64 = 4;
 
 impl CpuCall<'_> {
-    /// The word that tells peers whether this rank may read their memory, whether it has repeatedly
-    /// lost time slices, and whether they may read its inputs in place.
+    /// Returns the word that tells peers whether this rank may read their memory, whether it has
+    /// repeatedly lost time slices, and whether they may read its inputs in place.
     pub(super) fn reading(&self) -> u64 {
         if !*self.reads {
             return 0;

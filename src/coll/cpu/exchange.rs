@@ -1,6 +1,7 @@
 //! Broadcast, all-gather, gather, scatter, all-to-all: messages that move unchanged.
 //!
-//! They differ only in the senders, the receivers, and whether all receivers get the same message.
+//! These collectives differ only in the senders, the receivers, and whether all receivers get the
+//! same message.
 #![allow(unsafe_code, reason = "copies between the group's memory and the bytes of tensors")]
 
 use super::CpuCall;
@@ -89,7 +90,8 @@ impl CpuCall<'_> {
         incoming
     }
 
-    /// Returns how many bytes `from` sends to other ranks before `output`, which is for this rank.
+    /// Returns the offset, among all bytes that `from` sends, of the message that this rank
+    /// receives at `output`.
     pub(super) fn skipped(&self, from: Rank, output: Span) -> usize {
         match self.call.op {
             Collective::Scatter => self.control.rank().index() * output.bytes,
@@ -105,7 +107,7 @@ impl CpuCall<'_> {
         }
     }
 
-    /// Copies this rank's message to itself.
+    /// Copies the message that this rank sends to itself.
     pub(super) fn keep_own(&self, helpers: &Helpers) {
         let (call, me) = (self.call, self.control.rank().index());
         let pick = |spans: &[Span]| {

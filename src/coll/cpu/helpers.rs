@@ -162,7 +162,7 @@ impl Helpers {
         if threads < 2 || wanted.is_none() && crowded() {
             return Self::none();
         }
-        // Another group's call may hold them.
+        // Another group's call may hold the helpers.
         let Ok(held) = team.owner.try_lock() else { return Self::none() };
         team.call(threads - 1);
         Self { held: Some(held), threads }
@@ -253,9 +253,9 @@ pub(super) fn reduce_chunk(
     bytes: usize,
     store: WriteMode,
 ) {
-    // SAFETY: every caller passes pieces of at least `bytes` bytes: spans that the user vouches
-    // for, or posts and slots of the segment whose bounds `ShmSegment::ptr` checked. It
-    // synchronises with their writers before.
+    // SAFETY: every caller passes memory of at least `bytes` bytes: spans whose validity the user
+    // promises, or posts and slots of the segment whose bounds `ShmSegment::ptr` checked. The
+    // caller has synchronised with their writers.
     unsafe {
         cpu::reduce_in(
             order,

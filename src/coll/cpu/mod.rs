@@ -1,9 +1,9 @@
 //! Collectives on tensors in host memory.
 //!
 //! Every collective starts with an arrival ([`arrival`]): each rank posts the call that it was
-//! asked to run, waits for all posts and compares them. No user memory is written before. The rest
-//! depends on the plan: the data arrived with the posts, or move through staging in a [`pipeline`],
-//! or are read in place in symmetric memory ([`zero_copy`]).
+//! asked to run, waits for all posts and compares them. No user memory is written before this
+//! comparison. The rest depends on the plan: the data arrived with the posts, or move through
+//! staging in a [`pipeline`], or are read in place in symmetric memory ([`zero_copy`]).
 
 mod all_reduce;
 mod all_reduce_norm;

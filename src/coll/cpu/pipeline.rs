@@ -25,8 +25,8 @@ pub trait StageClock {
     fn check_abort(&mut self) -> Result<()>;
 }
 
-/// Stages between two checks of the group. A faulty peer can dictate the number of stages and claim
-/// to have finished them all.
+/// Number of stages between two checks of the group. The waits alone may never check it, because a
+/// faulty peer can dictate the number of stages and claim to have finished them all.
 const LOOK_EVERY: u64 = 64;
 
 /// The work of a collective on one chunk.
@@ -43,9 +43,9 @@ pub trait ChunkOps {
 /// How ranks share their results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ResultSharing {
-    /// Each rank keeps what it consumes.
+    /// One phase: each rank processes all that it needs, and shares no results.
     One,
-    /// Two stages: each rank consumes its share, and all ranks collect the shares.
+    /// Two phases: each rank processes its share, and all ranks collect the results of all shares.
     Two,
 }
 
@@ -97,7 +97,7 @@ pub trait InPlaceOps {
 }
 
 /// Reduces `count` chunks in place. On return, peers may still be reading this rank's parts; the
-/// caller waits for that. The caller has just seen every peer arrive at this call.
+/// caller waits until they have finished. The caller has just seen every peer arrive at this call.
 pub fn run_in_place(
     clock: &mut impl StageClock,
     count: u64,

@@ -55,8 +55,8 @@ pub(super) fn readable(call: &CallSpec, me: Rank) -> Option<Span> {
 }
 
 impl CpuCall<'_> {
-    /// The word that tells peers where this rank's inputs are: 1 + the offset in its heap, or 0 if
-    /// they cannot read them there.
+    /// Returns the word that tells peers where this rank's inputs are: 1 + their offset in its
+    /// heap, or 0 if peers cannot read these inputs.
     pub(super) fn offer(&self) -> u64 {
         let Some(heaps) = self.heaps else { return 0 };
         let Some(input) = readable(self.call, self.control.rank()) else { return 0 };

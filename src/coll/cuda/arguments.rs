@@ -90,8 +90,8 @@ pub struct Handshake {
     pub give: u32,
     /// A bit for each rank that may directly store its message at the destination on this rank.
     pub take: u32,
-    /// Index, from [`DIRECT_WORD`] of the report, of the word that counts the channel's zero-copy
-    /// collectives or sends. The next word counts the channel's zero-copy receives.
+    /// The report's word that counts the channel's zero-copy collectives or sends, as an index from
+    /// [`DIRECT_WORD`]. The next word counts the channel's zero-copy receives.
     pub count: u32,
     /// Minimum length of a zero-copy message of an exchange; not 0.
     pub least: u32,

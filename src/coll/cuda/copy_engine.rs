@@ -2,7 +2,7 @@
 //! computation. Pure.
 //!
 //! Kernels only synchronize (one warp) and add what has arrived. Only the synchronizing kernels
-//! wait, each on one processor. There are two ways (`docs/design/copy-engine.md`):
+//! wait, each on one processor. A call has one of two modes (`docs/design/copy-engine.md`):
 //! - staged: each rank's copy engine pushes chunks to slots in the peers' workspaces, where a
 //!   kernel adds them, or a copy takes them to the output. Tensors may be in any memory.
 //! - direct: each rank pulls the messages of the others from their tensors. A rank that launches a
@@ -21,10 +21,11 @@ use crate::kernels::cuda::driver::Grid;
 /// Number of threads of a kernel that synchronizes: one for each rank.
 const SYNC_THREADS: u32 = 32;
 /// Minimum number of chunks of a long message. The receiver adds the first chunk, or copies it to
-/// its place, while the second one moves. Each further chunk may have to wait for a processor.
+/// its place, while the second one moves. Each further chunk needs more kernels that synchronize,
+/// and they may have to wait for a processor.
 const CHUNKS: usize = 2;
 
-/// A task of a call, in the order in which a rank enqueues them.
+/// A task of a call; a rank enqueues the tasks in order.
 #[derive(Clone, Copy, Debug)]
 #[expect(clippy::large_enum_variant, reason = "a call has a few dozen tasks for a short time")]
 pub enum Task {
@@ -91,8 +92,8 @@ pub fn serves(call: &CallSpec, n: usize) -> bool {
         && match call.op {
             Collective::AllGather => true,
             Collective::AllReduce | Collective::ReduceScatter => sums,
-            // Among more ranks, the root alone would send everything, and lengths of an all-to-all
-            // are not known.
+            // Among more ranks, only the root would send, and no rank knows all lengths of an
+            // all-to-all.
             Collective::Broadcast | Collective::AllToAll => n == 2,
             Collective::Barrier | Collective::Reduce | Collective::Gather | Collective::Scatter => {
                 false
@@ -149,7 +150,7 @@ pub struct CopyTasks<'a> {
 }
 
 impl<'a> CopyTasks<'a> {
-    /// No tasks yet.
+    /// Makes an empty list of tasks.
     pub fn new(context: &'a LaunchContext<'a>, tuning: &'a CudaThresholds) -> Self {
         Self { context, tuning, tasks: Vec::new() }
     }
@@ -212,7 +213,7 @@ impl<'a> CopyTasks<'a> {
         self.exchange(&Exchange { send, receive: Receive::Take(outputs), longest });
     }
 
-    /// Copies the rank's message to itself.
+    /// Copies the message that this rank sends to itself.
     fn keep(&mut self, from: Span, to: Span) {
         if from.addr != to.addr {
             self.copy(false, to.addr as u64, from.addr as u64, from.bytes.min(to.bytes));

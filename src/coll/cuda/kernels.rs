@@ -165,7 +165,7 @@ fn load_code(
     symbol: &'static str,
 ) -> Result<Kernel> {
     let begun = Instant::now();
-    // Relaxed, because loading would end another thread's capture.
+    // Relaxed, because loading would otherwise invalidate another thread's capture.
     let _relaxed = RelaxedCapture::begin()?;
     // Not under the lock, because loading may wait for running kernels.
     let kernel = Kernel::load(code, symbol)?;

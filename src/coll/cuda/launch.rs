@@ -52,8 +52,8 @@ pub struct CubeMeshView<'a> {
 pub struct SymmetricView<'a> {
     /// Start of each rank's symmetric memory, as mapped in this process; including this rank's.
     pub heap: PerRank,
-    /// Index, from `DIRECT_WORD` of the report, of the word that counts the channel's zero-copy
-    /// collectives or sends.
+    /// The report's word that counts the channel's zero-copy collectives or sends, as an index from
+    /// `DIRECT_WORD`.
     pub count: u32,
     /// Minimum length of a zero-copy message of an exchange, not 0; see
     /// [`super::plan::worth_zero_copy`].
@@ -119,7 +119,8 @@ impl LaunchContext<'_> {
         }
     }
 
-    /// Returns the number of threads in a block of one of `lanes` (docs/measurements/gpu-h200.md).
+    /// Returns the number of threads in a block of a kernel with `lanes` lanes
+    /// (docs/measurements/gpu-h200.md).
     fn lane_threads(&self, kernel: &KernelSpec, lanes: u32) -> u32 {
         let wide = self.n == 2 || lanes as usize > self.layout.few_lanes();
         // A kernel that sends and a kernel that receives must fit on the device at the same time,
@@ -391,8 +392,9 @@ impl LaunchContext<'_> {
         Some(Launch { kernel, grid, zero_copy: false, args: ArgBytes::of(&args) })
     }
 
-    /// Returns one kernel for sends `(to whom, what)` and receives `(from whom, where)`. Fails for
-    /// two messages in one direction between the same two ranks, which need two kernels.
+    /// Returns one kernel for `sends` (the other rank, and the bytes to send) and `receives` (the
+    /// other rank, and their destination). Fails for two messages in one direction between the same
+    /// two ranks, which need two kernels.
     pub fn transfers(
         &self,
         sends: &[(usize, Span)],

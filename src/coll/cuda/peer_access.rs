@@ -1,4 +1,5 @@
-//! Pairs of GPUs whose mutual access has been tested, for the life of this process.
+//! Pairs of GPUs that were found to access each other's memory, remembered for the life of this
+//! process.
 
 use crate::lock::lock;
 use std::collections::HashSet;

@@ -261,8 +261,8 @@ pub fn choose(call: &CallSpec, conditions: &Conditions<'_>) -> CudaPlan {
 fn rows(call: &CallSpec, conditions: &Conditions<'_>) -> CudaPlan {
     let Conditions { n, layout, tuning, cube_mesh, .. } = *conditions;
     let Some(norm) = Norm::of(call).filter(|norm| norm.rows > 0) else { return CudaPlan::Nothing };
-    // A short all-reduce on a hybrid cube mesh adds in a different order. These rows use it, so
-    // that they get the same bits as from the separate steps.
+    // On a hybrid cube mesh, a short all-reduce adds in a different order. Rows that are as short
+    // are summed by this all-reduce, so that they get the same bits as from the separate steps.
     let on_edges = cube_mesh && norm.row_bytes() * norm.rows <= CUBE_MESH_BYTES;
     match all_reduce_norm::one_shot(&norm, n, layout, tuning).filter(|_| !on_edges) {
         Some((blocks, cluster)) => CudaPlan::NormOneShot { blocks, cluster },
@@ -369,8 +369,8 @@ impl Lanes<'_> {
         self.tuning.lanes.min(self.layout.few_lanes())
     }
 
-    /// Returns `lanes`, or fewer if a kernel with this number of blocks per lane would have too
-    /// many blocks.
+    /// Returns `lanes`, or fewer if a kernel with `roles` blocks per lane would have too many
+    /// blocks.
     fn within(&self, lanes: usize, roles: usize) -> usize {
         lanes.min((self.tuning.ctas / roles).max(1))
     }

@@ -1,4 +1,5 @@
-//! The thresholds between algorithms: defaults, what the ranks exchange, and what a user sets.
+//! The thresholds between algorithms: their defaults, their encoding for other ranks, and the
+//! user's settings.
 
 use super::workspace::layout::{MAX_LANES, SENTINEL_BLOCKS};
 use crate::config::DefaultChoice;
@@ -58,7 +59,8 @@ pub struct CudaThresholds {
     pub zero_copy_bytes: usize,
     /// A collective uses LL lines if none of its messages is longer than this.
     pub low_latency_bytes: usize,
-    /// Number of units of a piece for which a sentinel-slot kernel gets one block.
+    /// Number of units of a piece for each block of a sentinel-slot kernel, up to the maximum
+    /// number of blocks.
     pub block_units: usize,
     /// Maximum number of blocks of a sentinel-slot kernel.
     pub blocks: usize,

@@ -10,7 +10,7 @@ use crate::rank::Rank;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// The bytes that each rank sends to each other rank.
+/// The number of bytes that each rank sends to each other rank.
 #[derive(Clone, Debug, PartialEq)]
 pub enum MessageLengths {
     /// All pairs have this length.
@@ -25,7 +25,7 @@ pub enum MessageLengths {
         /// Length of a message in bytes.
         bytes: usize,
     },
-    /// `sent[from * n + to]`.
+    /// A length for each pair: `sent[from * n + to]`.
     Each {
         /// Bytes of each message.
         sent: Vec<usize>,
@@ -55,7 +55,8 @@ impl MessageLengths {
     }
 }
 
-/// The routes of inter-node messages: which rank carries each one, in how many pipeline steps.
+/// The routes of inter-node messages: which rank carries each message, and in how many pipeline
+/// steps.
 struct RailRoutes<'a> {
     layout: &'a NodeMap,
     node: usize,
@@ -95,15 +96,17 @@ impl<'a> RailRoutes<'a> {
         ways
     }
 
-    /// Returns the local rank that carries the message from `from` to `to` on another node; the
-    /// same local rank receives it there. The sum spreads messages over rails for one sender, for
-    /// one receiver and for all pairs.
+    /// Returns the rail of the message from `from` to `to`, which are on different nodes: the local
+    /// rank that sends it on one node and receives it on the other. Because the rail depends on the
+    /// sum of both local ranks, the messages of one sender, of one receiver and of all pairs are
+    /// spread over all rails.
     fn rail_of(&self, from: Rank, to: Rank) -> usize {
         (self.layout.local_rank(from) + self.layout.local_rank(to)) % self.rails
     }
 
-    /// Returns the rank of `node` that exchanges messages with local rank `local` of this node
-    /// through `carrier`. Each block of `rails` ranks has at most one such rank.
+    /// Returns the rank of `node` that exchanges messages with local rank `local` of this node over
+    /// rail `carrier`, if it is in block `block`. A block is `rails` consecutive ranks of a node,
+    /// and has at most one such rank.
     fn peer_on_rail(
         &self,
         carrier: usize,
@@ -174,9 +177,8 @@ impl<'a> RailRoutes<'a> {
 
 impl Planner<'_> {
     /// In each step: 1. Intra-node: chunks for other nodes move to their carriers. 2. Inter-node:
-    /// carriers exchange.
-    /// 3. Intra-node: chunks move to their ranks. `near`, the messages within the node, moves while
-    ///    the first chunks are on the wire.
+    /// the carriers exchange these chunks. 3. Intra-node: the received chunks move to their ranks.
+    /// The messages within the node, `near`, move while the first chunks are on the wire.
     pub(super) fn carry(
         &mut self,
         told: Option<&MessageLengths>,
@@ -191,7 +193,8 @@ impl Planner<'_> {
             MessageLengths::Even(bytes) => rails(bytes * layout.size(), layout, &self.thresholds),
             MessageLengths::Rooted { .. } | MessageLengths::Each { .. } => layout.num_rails(),
         };
-        // Ranks of an all_to_all agree on the call before they exchange its lengths.
+        // The ranks of an all_to_all have already agreed on the call, before they exchanged its
+        // lengths.
         if self.call.op != Collective::AllToAll {
             self.agree();
         }

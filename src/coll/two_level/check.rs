@@ -93,8 +93,8 @@ fn touched(step: &Step, node: usize) -> Vec<Touched> {
     }
 }
 
-/// Returns true if `place` is within its memory; a place of a tensor that the step `writes` must be
-/// in an output.
+/// Returns true if `place` is within its memory. If the step `writes` a place that is in a tensor,
+/// the tensor must be an output.
 fn lies(place: &Place, writes: bool, program: &Program, call: &CallSpec) -> bool {
     let (start, end) = (place.span.addr, place.span.addr + place.bytes());
     match place.memory {

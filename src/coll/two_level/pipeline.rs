@@ -23,8 +23,8 @@ impl Planner<'_> {
         self.stages.push(stage);
     }
 
-    /// Plans a call of `count` chunks with `chunk`; all chunks have the same number of stages. As
-    /// many chunks as there are stages are in progress at a time, each in its own memory.
+    /// Plans a call of `count` chunks; `chunk` plans one of them. All chunks have the same number
+    /// of stages. At any time one chunk is in each stage, and these chunks use separate memory.
     pub(super) fn chunked(&mut self, count: usize, chunk: impl Fn(&mut Self, usize)) {
         let (mut steps, start) = (std::mem::take(&mut self.steps), self.used);
         let mut one = |number: usize| {
@@ -54,7 +54,7 @@ impl Planner<'_> {
     }
 }
 
-/// Moves the places of `step` that are in the program's memory at or behind `start` by `by` bytes.
+/// Adds `by` to the addresses in `step` that are in the program's memory, at `start` or behind it.
 fn shift(step: &mut Step, start: Room, by: Room) {
     for place in step.places_mut() {
         let (start, by) = match place.memory {

@@ -51,7 +51,7 @@ pub(super) struct Planner<'a> {
 pub(super) struct Cut {
     /// For each chunk, the piece of each rail.
     pub(super) chunks: Vec<Vec<Range<usize>>>,
-    /// Length of the longest slice of a rail, if slices move in chunks.
+    /// Length of the longest slice of any rail under [`Rules::slices_first`], otherwise 0.
     pub(super) longest: usize,
 }
 
@@ -98,7 +98,8 @@ impl Planner<'_> {
         self.layout.ranks_of(self.node()).len()
     }
 
-    /// Returns the spans of `node`'s ranks; `spans` has one for each rank.
+    /// Returns the places of those `spans` that belong to ranks of `node`; `spans` has one for each
+    /// rank of the group.
     pub(super) fn of_node(&self, spans: &[Span], node: usize) -> Vec<Place> {
         self.layout.ranks_of(node).iter().map(|rank| Place::given(spans[rank.index()])).collect()
     }
@@ -149,15 +150,16 @@ impl Planner<'_> {
         self.rails
     }
 
-    /// Returns the number of a tensor's bytes in a chunk, if they grow `growth` times on the wire.
+    /// Returns how many bytes of a tensor a chunk has, if they take `growth` times as many bytes on
+    /// the wire.
     fn chunk(&self, growth: usize) -> usize {
         (self.thresholds.chunk_bytes / growth)
             .next_multiple_of(self.rules.align)
             .max(self.rules.align)
     }
 
-    /// Returns the pipeline steps of slices of up to `longest` bytes, which grow `growth` times on
-    /// the wire for all nodes together.
+    /// Returns the pipeline steps of slices of up to `longest` bytes. `growth` is the ratio of the
+    /// bytes that all nodes together put on the wire to the bytes of a slice.
     fn turns(&self, longest: usize, growth: usize) -> ChunkSchedule {
         if self.rules.slices_first {
             ChunkSchedule::of(longest, &self.thresholds)
@@ -167,7 +169,8 @@ impl Planner<'_> {
     }
 
     /// Cuts `bytes` bytes into chunks and these into the rails' pieces. `growth` is the ratio of
-    /// the length on the wire to the length in a tensor; `None` means one chunk.
+    /// the length on the wire to the length in a tensor; `None` means one chunk. Under
+    /// [`Rules::slices_first`] it is ignored.
     pub(super) fn cut(&mut self, bytes: usize, growth: Option<usize>) -> Cut {
         let rails = self.choose_rails(bytes);
         if self.rules.slices_first {
@@ -317,8 +320,8 @@ impl Planner<'_> {
         })
     }
 
-    /// Returns the bytes `range` of the concatenation of `places` in memory from which a transfer
-    /// may send `bytes` bytes.
+    /// Returns a place of `bytes` bytes from which a transfer may send: the bytes `range` of the
+    /// concatenation of `places`, followed by padding.
     pub(super) fn on_the_wire(
         &mut self,
         places: &[Place],

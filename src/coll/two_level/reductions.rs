@@ -12,13 +12,13 @@ struct PartialExchange {
     /// Where this node writes its partial results for each node.
     places: Vec<Place>,
     transfer: Option<RailOp<Place>>,
-    /// Where the partial results that this node adds up arrive, one per node.
+    /// Where the partial results that this node combines arrive, one per node.
     from: Vec<Place>,
 }
 
 impl Planner<'_> {
-    /// Plans one intra-node reduction for each of `parts`: this rank's input for each rail, and
-    /// where this rank gets the result for its rail.
+    /// Plans one intra-node reduction for each of `parts`. A part has this rank's input for each
+    /// rail, and the place where this rank gets the result for its own rail.
     fn reduce_intra_node(&mut self, parts: Vec<(Vec<Place>, Place)>) {
         let reduce_op = self.levels().inner;
         if self.local_size() == 1 && reduce_op != ReduceOp::PremulSum {
@@ -62,7 +62,7 @@ impl Planner<'_> {
         wide
     }
 
-    /// Adds up partial results and rounds the sum to the tensor's type.
+    /// Combines partial results and rounds the result to the tensor's type.
     fn sum(&mut self, from: &[Place], to: Place) {
         if to.bytes() == 0 {
             return;
@@ -89,8 +89,8 @@ impl Planner<'_> {
         }
     }
 
-    /// Plans one chunk: `pieces[r]` travels over rail `r`. `longest` is the length of the longest
-    /// slice, if slices are cut into chunks.
+    /// Plans one chunk: `pieces[r]` travels over rail `r`. `longest` is `Cut::longest` of the whole
+    /// call.
     fn all_reduce_chunk(&mut self, pieces: &[Range<usize>], longest: usize) {
         let place =
             |whole: Place| -> Vec<Place> { pieces.iter().map(|piece| whole.part(piece)).collect() };
@@ -151,8 +151,8 @@ impl Planner<'_> {
             self.sum(&partials, result);
             return result;
         }
-        // Each node combines a piece. The first piece is the longest: the others are padded to it
-        // when they are gathered.
+        // Each node combines a piece. The first piece is the longest: the others are padded to its
+        // length when they are gathered.
         let pieces = self.slices(bytes, nodes);
         let sent: Vec<usize> = pieces.iter().map(|piece| piece.len() * growth).collect();
         let (mine, longest) = (pieces[self.node()].len(), pieces[0].len());
@@ -214,9 +214,10 @@ impl Planner<'_> {
         let each = sent[node];
         let nth = |base: Place, at: usize| base.part(&(at * each..(at + 1) * each));
         if nodes == 2 && sent[0] == sent[1] && self.rules.pair_gathers {
-            // Two nodes gather their parts for each other in place, because NCCL does that faster
-            // than send and receive. The part that a node keeps is placed next to them, so that the
-            // two parts to be added are in node order around the sent bytes.
+            // Two nodes swap parts by an in-place all_gather, which NCCL runs faster than send and
+            // receive. The memory has three parts. The middle one is sent. The part that this node
+            // keeps and the part that it receives are on either side of it, in node order, and are
+            // combined.
             let base = self.take(3 * each);
             let mut places = vec![nth(base, 1); 2];
             places[node] = nth(base, 2 * node);

@@ -17,7 +17,7 @@ pub struct Rules {
     /// True if all nodes compare their calls before the first transfer of data.
     pub agrees: bool,
     /// True if transfers may use aligned tensors and any memory of the program; otherwise they use
-    /// only [`Memory::Temp`](super::step::ProgramMemory).
+    /// only [`ProgramMemory::Temp`](super::step::ProgramMemory::Temp).
     pub any_memory: bool,
     /// True if two nodes gather in place, including their own part; otherwise each sends only the
     /// part that the other node needs.

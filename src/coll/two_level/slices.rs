@@ -5,7 +5,7 @@ use crate::mem::span::Span;
 use crate::node_map::NodeMap;
 use std::ops::Range;
 
-/// A chunk of a longer slice has at least 1/4 of the maximum length.
+/// A chunk has at least 1/4 of the maximum length of chunks, unless its whole slice is shorter.
 const MIN_CHUNK_FRACTION: usize = 4;
 
 /// Minimum number of pipeline steps of a long slice; nothing is on the wire during the first step.
@@ -50,7 +50,7 @@ impl ChunkSchedule {
         Self::at_most(longest, (whole / parts.max(1)).next_multiple_of(64))
     }
 
-    /// Returns the steps of slices of up to `longest` bytes, in chunks of `chunk_bytes`.
+    /// Returns the steps of slices of up to `longest` bytes, in chunks of up to `piece` bytes.
     pub(crate) fn at_most(longest: usize, piece: usize) -> Self {
         Self { piece: piece.min(longest), count: longest.div_ceil(piece.max(1)).max(1) }
     }
@@ -62,7 +62,7 @@ impl ChunkSchedule {
     }
 }
 
-/// Returns the ranges of contiguous spans of `lengths` bytes.
+/// Returns the ranges of parts with these `lengths` that follow each other, from 0.
 pub(crate) fn ranges(lengths: impl IntoIterator<Item = usize>) -> Vec<Range<usize>> {
     let mut end = 0;
     let mut next = |length| {

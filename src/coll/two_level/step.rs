@@ -122,7 +122,8 @@ impl InnerCall {
     }
 }
 
-/// A transfer between the ranks of a rail, with nodes in order. `P` is the type of a place.
+/// A transfer between the ranks of a rail; the parts of several nodes are in node order. `P` is the
+/// type of a place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RailOp<P> {
     /// The bytes at `from` on every node are concatenated at `to`.
@@ -154,7 +155,7 @@ pub enum RailOp<P> {
 }
 
 impl<P> RailOp<P> {
-    /// Returns the same transfer between other places.
+    /// Returns the same transfer with `place` applied to each of its places.
     pub fn map<Q>(&self, place: impl Fn(&P) -> Q) -> RailOp<Q> {
         match self {
             Self::AllGather { from, to } => RailOp::AllGather { from: place(from), to: place(to) },
@@ -178,8 +179,8 @@ impl<P> RailOp<P> {
 }
 
 impl RailOp<Span> {
-    /// Returns how many bytes the rank of `node`, of `nodes`, sends to others and receives from
-    /// them.
+    /// Returns how many bytes the rank of node `node` sends to the other ranks of a rail over
+    /// `nodes` nodes, and how many it receives from them.
     pub(crate) fn bytes(&self, node: usize, nodes: usize) -> (usize, usize) {
         let others = nodes.saturating_sub(1);
         let without = |lengths: &[usize]| {
@@ -207,18 +208,18 @@ pub enum Step {
     Wait,
     /// Runs a transfer on this rank's rail to its end.
     Run(RailOp<Place>),
-    /// Exchanges messages with ranks of other nodes, by rank.
+    /// Exchanges messages with ranks of other nodes; both lists have one entry for each rank.
     Exchange {
         /// The bytes for each rank.
         give: Vec<Place>,
         /// Where the bytes of each rank arrive.
         take: Vec<Place>,
     },
-    /// Adds up the nodes' partial results, in order.
+    /// Combines the nodes' partial results, in node order.
     Combine {
         /// The partial result of each node; on CUDA they are evenly spaced.
         from: Vec<Place>,
-        /// Destination of the sum.
+        /// Destination of the result.
         to: Place,
     },
     /// Converts elements to another type.

@@ -1,4 +1,4 @@
-//! Floats narrower than 32 bits to float32 and back, for each instruction set.
+//! Conversion of floats narrower than 32 bits to float32 and back, for each instruction set.
 #![allow(
     unsafe_code,
     reason = "loops over the bytes of tensors, whose addresses torch vouches for"
@@ -36,9 +36,9 @@ macro_rules! casts {
                 let (from, to) = ($from(size_of::<E>()), $to(size_of::<E>()));
                 let mut done = 0;
                 while done < count {
-                    // SAFETY: `done` elements of each, and the tile or element after them, are
-                    // below `count`. Each input is read whole before anything is written, and never
-                    // after its own address.
+                    // SAFETY: the first `done` elements and the tile or element after them are
+                    // within `count`. If `dst` is `src`, a tile is read whole before it is written,
+                    // and writes never reach a later tile.
                     unsafe {
                         let (src, dst) = (src.add(done * from), dst.add(done * to));
                         if count - done >= super::TILE {
@@ -154,8 +154,8 @@ pub(super) fn casts(dtype: DType, isa: Isa) -> Option<(CastFn, CastFn)> {
 mod tests {
     use super::*;
 
-    /// Every bit pattern of every narrow type: widening and rounding gives the same bits, or the
-    /// canonical NaN.
+    /// For every bit pattern of every narrow type, widening and rounding back gives the same bits,
+    /// or the canonical NaN.
     #[test]
     fn what_is_widened_and_narrowed_is_itself_on_every_instruction_set() {
         for &dtype in DType::ALL {

@@ -70,7 +70,7 @@ layouts! {
     /// Format of IEEE binary16.
     F16: u16, mantissa 10, bias 15, largest 0x7bff, overflow 0x7c00, nan 0x7e00,
         unsigned zero false;
-    /// `torch.float8_e5m2`: binary16 cut short.
+    /// `torch.float8_e5m2`: the upper byte of a binary16.
     E5M2: u8, mantissa 2, bias 15, largest 0x7b, overflow 0x7c, nan 0x7f, unsigned zero false;
     /// `torch.float8_e4m3fn`: no infinity, up to 448.
     E4M3Fn: u8, mantissa 3, bias 7, largest 0x7e, overflow 0x7f, nan 0x7f, unsigned zero false;
@@ -116,8 +116,8 @@ fn narrow<L: FloatFormat>(value: f32) -> L {
     let bits = value.to_bits();
     let magnitude = bits & 0x7fff_ffff;
     let cut = F32_MANTISSA - L::MANTISSA;
-    // Half a step, less one, plus the last kept bit: ties go to even, and a carry moves into the
-    // exponent.
+    // Adds half a step, less one, plus the last kept bit, so that ties go to even. A carry moves
+    // into the exponent.
     let odd = (magnitude >> cut) & 1;
     let rebias = (F32_BIAS - L::BIAS) << F32_MANTISSA;
     let normal = magnitude.wrapping_sub(rebias).wrapping_add((1 << (cut - 1)) - 1 + odd) >> cut;

@@ -6,9 +6,9 @@
 
 /// Maximum number of bytes of one `memcpy`. Above a share of the last-level cache (about 1 MiB on a
 /// Zen 5 EPYC), glibc's `memcpy` uses non-temporal stores, which slow down the next reader: four
-/// ranks that each stage 1 MiB and reduce it reach 20-27 GB/s in pieces and 16-17 without
-/// (2026-11-21, `cargo bench --bench kernels -- copy`). Only [`WriteMode`](super::WriteMode)
-/// decides whether stores are non-temporal.
+/// ranks that each stage 1 MiB and reduce it reach 20-27 GB/s in such pieces, and 16-17 GB/s
+/// without pieces (2026-11-21, `cargo bench --bench kernels -- copy`). Only
+/// [`WriteMode`](super::WriteMode) decides whether stores are non-temporal.
 const PIECE: usize = 128 << 10;
 
 /// Copies with stores that leave `dst` in the cache.
@@ -67,7 +67,8 @@ pub(super) fn fence() {
     unsafe { std::arch::x86_64::_mm_sfence() };
 }
 
-/// Copies through the cache: other CPUs have no stable non-temporal store.
+/// Copies through the cache, because stable Rust has no non-temporal store for CPUs other than
+/// x86-64.
 ///
 /// # Safety
 /// As [`super::copy`].

@@ -1,5 +1,5 @@
-//! Maps an op and a dtype to the loop compiled for this CPU. `None` here is an error of
-//! [`super::supports`].
+//! Maps an op and a dtype to the loop compiled for this CPU. If no such loop exists,
+//! [`super::supports`] returns an error.
 
 use super::convert::{BF16, E4M3Fn, E4M3Fnuz, E5M2, E5M2Fnuz, F16};
 use super::element::{Bits, Element};

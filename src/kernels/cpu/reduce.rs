@@ -161,7 +161,7 @@ unsafe fn tile<E: Element, O: ReduceFn<E::Acc>, I: Vector, const T: usize>(
 ) -> [E::Acc; T] {
     let mut lifted = |source: &InputElements| {
         let factor = E::Acc::factor(source.factor);
-        // SAFETY: `locate`'s pointers are valid for `T` elements, and this is read before its next
+        // SAFETY: `locate`'s pointers are valid for `T` elements, which are read before its next
         // call.
         let mut values = unsafe { E::widen_tile::<I, T>(locate(source)) };
         for value in &mut values {

@@ -67,7 +67,7 @@ impl<A: Number> ReduceFn<A> for Avg {
         acc.add(value)
     }
 
-    // A division, not a product with 1/ranks: that would round twice.
+    // A division, because a product with 1/ranks would round twice.
     #[inline(always)]
     fn finish(acc: A, ranks: usize) -> A {
         acc.divide(ranks)

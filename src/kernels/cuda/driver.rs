@@ -369,7 +369,7 @@ impl Drop for Event {
     }
 }
 
-/// How many threads run a kernel.
+/// The number of threads that run a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grid {
     /// Number of blocks.
@@ -387,7 +387,8 @@ impl Grid {
     }
 }
 
-/// A loaded kernel. It is never unloaded, because a captured graph may hold it; there are few.
+/// A loaded kernel. It is never unloaded, because a captured graph may hold it; a process loads few
+/// kernels.
 #[derive(Clone, Copy, Debug)]
 pub struct Kernel(sys::CUfunction);
 

@@ -1,8 +1,9 @@
 //! Agreement on how copy engines move the bytes of a gather. No rank waits.
 //!
 //! The first rank that launches a call decides, and the others follow
-//! (`docs/design/copy-engine.md`). Each rank publishes the offsets of its tensors for the ranks
-//! that launch the call later, and from which of these it pulls messages at expected offsets.
+//! (`docs/design/copy-engine.md`). Each rank publishes two facts for the ranks that launch the call
+//! later: the offsets of its tensors, and from which of these ranks it pulls a message at an
+//! expected offset.
 
 use super::launch_log;
 use crate::control::ControlBlock;
@@ -71,7 +72,8 @@ impl TensorOffsets {
 const OFFSET_BITS: u32 = 48;
 
 /// A rank that is more than this many launches ahead of another neither reads nor writes the slot
-/// of its launch, because the other rank may still need the launch that the slot held before.
+/// of its launch, because the other rank may still need the decision about an earlier launch in
+/// that slot.
 const NEAR: u64 = 48;
 
 /// The content of a slot's word.
@@ -104,7 +106,8 @@ pub struct CopyDecision {
 }
 
 /// Decides launch `number`, which this rank has published. The first rank that launches the call
-/// chooses the mode that it `wanted`; if another rank may be far ahead, all ranks stage.
+/// chooses the mode that it `wanted`. If a rank may have staged this launch because another rank
+/// was far behind, all ranks stage it.
 pub fn decide(
     control: &ControlBlock,
     number: u64,
@@ -134,7 +137,7 @@ pub fn decide(
     };
     let decided = || SlotWord::of(slot.word.load(Ordering::Acquire)).number == number;
     if passed {
-        // The rank that passed this launch is usually about to write the slot.
+        // A rank that has already published this launch is usually about to write the slot.
         (0..LOOKS).take_while(|_| !decided()).for_each(|_| std::hint::spin_loop());
     }
     let mut seen = slot.word.load(Ordering::Acquire);

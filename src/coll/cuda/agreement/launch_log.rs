@@ -13,14 +13,14 @@ use crate::rank::Rank;
 use crate::sync::shared_text::SharedText;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-/// Maximum number of launches by which a rank can be ahead of another and still be compared. A rank
-/// can get further ahead, because a stream holds about a thousand launches.
+/// Maximum number of launches by which a rank can be ahead of another while their calls are still
+/// compared. A rank can get further ahead, because a stream holds about a thousand launches.
 const ENTRIES: usize = 128;
 /// Number of sends, and of receives, that a rank records for each other rank.
 const MESSAGE_RECORDS: usize = 16;
 
 /// The launch log of one rank, in shared memory. Only this rank writes it, except for the zero-copy
-/// word.
+/// word and the decisions about copies.
 #[repr(C)]
 struct LaunchLog {
     launched: AtomicU64,
@@ -51,8 +51,8 @@ pub(super) struct CopySlot {
     pub(super) output: [AtomicU64; MAX_RANKS],
 }
 
-/// The words that every launch compares share one cache line, because the other rank's core has to
-/// fetch it.
+/// One launch in the log. The words that every launch compares share one cache line, because the
+/// core of each peer has to fetch them.
 #[repr(C, align(64))]
 struct LaunchEntry {
     /// Number of the launch, from 1; 0 while the other words are being written.
@@ -229,8 +229,8 @@ pub fn compare(
             return pair(control.rank(), to_it, peer, expected);
         }
     }
-    // Peers have read the line of the next entry. Writing to it now, while no launch waits for it,
-    // moves the line to this core.
+    // Peers have read the cache line of the next entry. A write to it now, while no launch waits
+    // for it, moves the line to this core.
     let next = &launch_log(control, control.rank()).entries[(number + 1) as usize % ENTRIES];
     next.number.store(0, Ordering::Relaxed);
     Ok(())

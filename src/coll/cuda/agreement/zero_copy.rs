@@ -15,8 +15,8 @@ use std::time::Duration;
 
 /// The word while no rank has proposed a launch.
 const NEVER: u64 = 0;
-/// Maximum exponent of a raise: a proposal that ranks overtook is raised to 1, 2, 4 … launches past
-/// the highest published launch, so that the loop ends.
+/// Maximum exponent of a raise: a proposal that ranks have overtaken is raised to 1, 2, 4 …
+/// launches past the highest published launch, so that the loop ends.
 const STEEPEST: u32 = 16;
 
 /// A word that is not [`NEVER`].

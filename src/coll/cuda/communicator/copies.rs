@@ -25,7 +25,8 @@ pub(super) struct CopyStreams {
     /// Pins of bytes that this rank pulls from an address at which it expects a message, held until
     /// the event has passed: if the guess is wrong, nothing else keeps these bytes mapped.
     pulled: VecDeque<(Event, Vec<SegmentPin>)>,
-    /// Such pins of captured calls, held as long as the group: a graph may be replayed at any time.
+    /// Such pins of captured calls, held as long as the group lives, because a graph may be
+    /// replayed at any time.
     captured: Vec<SegmentPin>,
 }
 
@@ -132,7 +133,8 @@ impl Communicator {
         let symmetric = own != TensorOffsets::ELSEWHERE;
         let wanted = if symmetric { CopyMode::Direct } else { CopyMode::Staged };
         let decision = copy_mode::decide(&self.control, number, wanted, own);
-        // Later ranks need to know where this rank's tensors are.
+        // Unless this rank is the last to launch the call, later ranks must be able to find its
+        // tensors.
         let last = decision.earlier.len() + 1 == self.control.size();
         if decision.mode == CopyMode::Direct && !symmetric && !last {
             let (me, group) = (self.control.describe(self.control.rank()), self.control.name());
@@ -160,7 +162,7 @@ impl Communicator {
         Some(TensorOffsets { input, output, pulls: 0 })
     }
 
-    /// Returns what this rank moves in a direct gather.
+    /// Returns the messages that this rank moves in a direct gather, one entry for each peer.
     fn direct_peers(
         &self,
         call: &CallSpec<'_>,

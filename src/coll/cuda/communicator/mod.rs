@@ -114,7 +114,8 @@ impl Communicator {
                 for call in calls {
                     state.launched += 1;
                     noted(Stage::Begins(state.launched));
-                    // Before the call is published, because the ranks may then decide at once.
+                    // Made before the call is published, because from then on the other ranks may
+                    // decide.
                     let moved = communicator.copy_offer(call);
                     launch_log::compare(&communicator.control, state.launched, call, channel)?;
                     communicator.report.remember(state.launched, Description::of(call));
@@ -167,8 +168,8 @@ impl Communicator {
         )
     }
 
-    /// Enqueues sends `(to whom, what)` and receives `(from whom, where)`; messages between the
-    /// same two ranks keep their order.
+    /// Enqueues `sends` (the other rank, and the bytes to send) and `receives` (the other rank, and
+    /// their destination); messages between the same two ranks keep their order.
     pub fn transfer(
         &self,
         sends: &[(Rank, Span)],
@@ -337,8 +338,8 @@ impl Communicator {
         let mut outcome = body(self, &mut state, stream, channel, self.context(channel, timeout));
         let stream_of_its_own = matches!(queues, [StreamQueue::Sends] | [StreamQueue::Receives]);
         if outcome.is_ok() && target.background && !stream_of_its_own {
-            // Recorded now: when a later call of this queue uses another stream, this stream may
-            // already have calls of other queues, which wait for other ranks.
+            // The event is recorded now, not when a later call of this queue uses another stream.
+            // By then this stream may also have calls of other queues, which wait for other ranks.
             for &queue in queues {
                 outcome = outcome
                     .and_then(|()| state.behind[stream_order::slot(queue, capture)].record(stream));
@@ -347,8 +348,8 @@ impl Communicator {
         }
         drop(state);
         drop(entered);
-        // After a failure in the middle, peers would wait for a kernel that never runs. A bad
-        // argument was rejected before that.
+        // Peers would wait for a kernel that never runs, so the group fails. A bad argument was
+        // rejected before peers could see the call.
         outcome.map_err(|error| {
             if error.kind == ErrorKind::Value { error } else { self.control.fail(error) }
         })
@@ -417,8 +418,8 @@ impl Communicator {
     /// Frees everything. Called after `drain`.
     pub fn release(self) {
         let Self { device, state, report, stop, symmetric, memory, _stream: stream, .. } = self;
-        // A thread that leaves a group may have no context, and without one the driver would not
-        // free the memory.
+        // A thread that leaves a group may have no current context, and without a current context
+        // the driver would not free the memory.
         let entered = device.enter();
         report.retire();
         drop((state, stop, symmetric, memory, stream));

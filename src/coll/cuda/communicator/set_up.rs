@@ -143,8 +143,8 @@ impl Communicator {
         let mut memory = None;
         if peers.iter().all(|peer| peer.p2p) {
             let own = LocalWorkspace::on_device(&device, bytes);
-            // With too little memory the group fails instead of using host memory; a GPU that
-            // cannot share its memory makes it use host memory.
+            // If a GPU has too little memory, the group fails. If a GPU cannot share its memory,
+            // the group uses host memory.
             let lacking =
                 own.as_ref().err().filter(|error| error.kind == ErrorKind::Config).cloned();
             step(gather, control, 0, lacking.map_or(Ok(Vec::new()), Err))?;
@@ -285,7 +285,8 @@ fn try_out(
     };
     let noted = |error: Error| log::info!("{error}");
     let own = own.map_err(noted);
-    // The ranks agree on this before any of them waits for a descriptor from another.
+    // Before any rank waits for a descriptor from another, the ranks agree that all have created
+    // their memory.
     if !all(own.is_ok())? {
         return Ok(None);
     }

@@ -11,7 +11,7 @@ pub(super) enum StreamQueue {
     Receives,
 }
 
-/// Number of queues of eager and of captured calls.
+/// Number of queues, if a queue's eager calls and its captured calls count separately.
 pub(super) const PLACES: usize = 6;
 
 /// Returns the index of a queue, eager or captured.
@@ -19,7 +19,7 @@ pub(super) fn slot(queue: StreamQueue, capture: Option<u64>) -> usize {
     2 * queue as usize + usize::from(capture.is_some())
 }
 
-/// The last calls of each queue.
+/// The last call of each queue, eager and captured.
 #[derive(Debug, Default)]
 pub(super) struct StreamOrder {
     last: [Option<LastLaunch>; PLACES],
@@ -48,8 +48,8 @@ pub(super) enum Dependency {
 }
 
 impl StreamOrder {
-    /// Notes that the next call of `queue` uses `stream`, as part of `capture`; returns what it has
-    /// to wait for.
+    /// Notes that the next call of `queue` uses `stream`, as part of `capture`; returns the work
+    /// for which that call has to wait.
     pub(super) fn next(
         &mut self,
         queue: StreamQueue,

@@ -11,7 +11,7 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard};
 
 /// The abort flag of a group: the first word of its header, registered with the GPUs of this
 /// process. It is not 0 once the group has failed. All holders share one registration, because the
-/// driver rejects a second one. It must be dropped while a context is current.
+/// driver rejects a second one. Each holder must be dropped while a context is current.
 pub(crate) struct AbortFlag {
     header: usize,
     device: u64,

@@ -12,7 +12,7 @@ const FULL: usize = 4;
 /// Minimum number of bytes offered to a group.
 pub(in crate::coll::cuda) const MIN_BYTES: usize = 32 << 20;
 
-/// A share, which is returned when dropped.
+/// A share of the budget; a drop returns it to the budget.
 #[derive(Debug)]
 pub(in crate::coll::cuda) struct BudgetShare(usize);
 

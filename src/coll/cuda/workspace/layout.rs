@@ -32,8 +32,9 @@ const LL_BLOCK_RANKS: usize = 256;
 /// Product of the numbers of lanes and ranks if `MIN_STAGE_BYTES` bytes per slot and rank fit into
 /// the memory; otherwise the product is halved.
 const LANE_RANKS: usize = 4 * MAX_LANES;
-/// Minimum bytes of a stage for each slot number, lane and rank: below this, short slots lose more
-/// than more lanes gain. More than `MAX_STAGE_BYTES` gain nothing (docs/measurements/gpu-h200.md).
+/// Minimum and maximum size of a slot, times sources / ranks. If slots would be shorter, a layout
+/// has fewer lanes ([`ChannelLayout::few_lanes`]), because short slots lose more than the lanes
+/// gain. Longer slots gain nothing (docs/measurements/gpu-h200.md).
 const MIN_STAGE_BYTES: usize = 16 << 10;
 const MAX_STAGE_BYTES: usize = 24 << 10;
 /// Maximum size of the sentinel slots of a channel.

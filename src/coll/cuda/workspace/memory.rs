@@ -21,7 +21,7 @@ use crate::sync::timeout::CallTimeout;
 use rustix::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 
-/// The description of a rank that it sends to the others before anything is created.
+/// The description of itself that a rank sends to the others before they create any memory.
 pub(in crate::coll::cuda) struct PeerInfo {
     pub(in crate::coll::cuda) uuid: [u8; 16],
     pub(in crate::coll::cuda) mailbox: [u8; NAME_BYTES],

@@ -19,10 +19,10 @@
 //   the relay's quad, and those ranks send none before they start the epoch.
 // - Every block sends at least one unit in each phase of every epoch, with or without data.
 //
-// So these epochs may alternate with the epochs of any other kernel on the same lines, in which all
-// ranks receive from all: both count the same epochs. The two phases share an epoch: a rank sends
-// to lines with its own index, to its quad only in the first phase and to its relay only in the
-// second, so no line is written twice.
+// So these epochs may alternate with the epochs of any other kernel on the same lines, in which
+// every rank receives from every peer: these kernels all count the same epochs. The two phases
+// share an epoch: a rank sends to lines with its own index, to its quad only in the first phase and
+// to its relay only in the second, so no line is written twice.
 #include "low_latency.cuh"
 #include "reduction.cuh"
 

@@ -42,9 +42,9 @@ struct OwnMessage {
 };
 
 #ifdef SYMM_ZERO_COPY
-// Exchanges handshake words, stores the zero-copy messages, and removes them from `to` and `from`.
-// Sets `keeps` to false if this also copied the rank's own message. Returns false if a rank did not
-// arrive; then nothing was moved.
+// Exchanges handshake words, stores the zero-copy messages, and removes their ranks from the masks
+// `to` and `from`. Sets `keeps` to false if it has also copied the rank's own message. Returns
+// false if a rank did not arrive; then nothing was moved.
 DEVICE bool put_direct(
     const ExchangeArgs& args, HandshakeSession& session, u32& to, u32& from, bool& keeps) {
   const Handshake& handshake = args.handshake;
@@ -97,8 +97,9 @@ DEVICE bool put_direct(
 }
 #endif
 
-// Blocks of the kernel: the two roles of a lane are adjacent. The first `ll_blocks` also use LL
-// lines: they send before their role and receive after it.
+// Blocks of the kernel: the two roles of a lane are adjacent. The first `ll_blocks` blocks also
+// carry the short messages: they send them before the work of their role, and receive them after
+// it.
 LANE_KERNEL(exchange, ExchangeArgs) {
   after_predecessor();
   const bool serves_short = block() < args.ll_blocks;
@@ -151,7 +152,8 @@ LANE_KERNEL(exchange, ExchangeArgs) {
   if (keeps && !staged) {
     keep_own(args);
   }
-  // step 6: receive the short messages; a new session, because registers are scarce in between
+  // step 6: receive the short messages in a new session, because the session of step 1 would occupy
+  // scarce registers in between
   if (serves_short) {
     LowLatencySession lines(args.common, args.ll);
     lines.begin();

@@ -1,5 +1,6 @@
-// Numbers of reductions: bits as numbers, and one step of each operation. kernels::cpu computes the
-// same bits: no operation is contracted (--fmad=false), flushed or reordered.
+// Arithmetic of reductions: conversions between bits and numbers, and one step of each operation.
+// kernels::cpu computes the same bits: no operation is contracted (--fmad=false), flushed or
+// reordered.
 #pragma once
 #include "device.cuh"
 

@@ -1,7 +1,7 @@
-// Words of a call whose bytes are moved by copy engines: what each peer has sent and read, counted
-// in steps. A step is one chunk of each message. A word has one writer. Counts continue from call
-// to call, so that a captured graph can be replayed: a call's steps are added to `base`, which
-// grows at its end.
+// Words of a call whose bytes copy engines move: how many steps each peer has sent and read. A step
+// is one chunk of each message. Each word has one writer. Counts continue from call to call, so
+// that a captured graph can be replayed: a call counts from `base`, and adds its number of steps to
+// `base` at its end.
 #pragma once
 #include "wait.cuh"
 

@@ -79,8 +79,8 @@ DEVICE void wait_cluster() {
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 #endif
 }
-// Stores to the address `shared` in the shared memory of block `to` of the cluster, which must have
-// started.
+// Stores to the address `shared` in the shared memory of block `to` of the cluster; that block must
+// have started.
 DEVICE void store_in_cluster(float* shared, u32 to, float value) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -128,15 +128,15 @@ DEVICE u32 load_relaxed(const u32* from) {
   asm volatile("ld.relaxed.sys.global.u32 %0,[%1];" : "=r"(v) : "l"(from) : "memory");
   return v;
 }
-// Loads a word with acquire ordering: writes released with its value are visible afterwards, after
-// a sync_block to the whole block.
+// Loads a word with acquire ordering: afterwards the writes that were released with its value are
+// visible to this thread, and after a sync_block to the whole block.
 DEVICE u32 load_acquire(const u32* from) {
   u32 v;
   asm volatile("ld.acquire.sys.global.u32 %0,[%1];" : "=r"(v) : "l"(from) : "memory");
   return v;
 }
-// A fence for all GPUs and the host: this thread's earlier reads and writes precede its later ones,
-// and so do those that its block made before the last sync_block.
+// A fence for all GPUs and the host: the earlier reads and writes of this thread precede its later
+// ones, and so do the reads and writes of its block before the last sync_block.
 DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 // Returns this processor's time in nanoseconds; clocks of two processors differ.
 DEVICE u64 clock_ns() {

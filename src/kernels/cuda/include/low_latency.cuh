@@ -58,8 +58,8 @@ DEVICE Unit data_of(Line a, Line b) {
 
 // Session of this block on the LL lines (NCCL: ncclLLA2ASession): `begin`, any number of `send` and
 // `receive`, `end`. Each thread sends and receives different units; the whole block calls `begin`
-// and `end`. It hides from kernels how epochs select buffers. For example, so that every rank sends
-// one unit to each peer and receives one from each:
+// and `end`. A session hides from kernels how epochs select buffers. In this example, every rank
+// sends one unit to each peer and receives one unit from each peer:
 //   LowLatencySession session(args.common, args.ll);
 //   session.begin();
 //   for_each_peer([&](u32 r) { session.send(r, thread(), mine); });
@@ -126,7 +126,7 @@ struct LowLatencySession {
     store_lines((Line*)(common.peer[to] + base + RANK * stride + (u64)unit * 32), v, epoch);
   }
 
-  // Sends each peer r the units of its message that this block carries, `units[r]` of at most
+  // Sends each peer r the units of its message that this block carries, `units[r]` units, at most
   // `longest`. `load(r, offset)` returns the unit at an offset in the message. At least one line
   // goes to every peer.
   template <typename Load>
@@ -149,7 +149,7 @@ struct LowLatencySession {
   }
 
   // Waits for `unit` of every rank in `sources` (a bit each) and loads it into `v`; each poll loads
-  // all of them.
+  // the units of all peers.
   DEVICE void receive(u32 unit, u32 sources, Unit (&v)[WORLD]) {
     const u8* own = common.peer[RANK] + base + (u64)unit * 32;
     u32 missing;
@@ -174,8 +174,8 @@ struct LowLatencySession {
     } while (waiting && wait.look_again(missing));
   }
 
-  // Waits for `unit` of the ranks `from`, which are known only at run time; each poll loads all of
-  // them.
+  // Waits for `unit` of the ranks `from`, which are known only at run time; each poll loads the
+  // units of all these ranks.
   template <u32 COUNT>
   DEVICE void receive_from(const Source (&from)[COUNT], u32 unit, Unit (&v)[COUNT]) {
     const u8* own = common.peer[RANK] + base + (u64)unit * 32;

@@ -1,7 +1,7 @@
 // Residual and norm of rows of a sum over ranks. One cluster of blocks (one block, unless clusters
-// were requested) handles a row, and its threads keep the row in registers between the two passes.
-// `kernels::cpu::norm` computes the same bits: it documents where numbers are rounded and in which
-// order squares are added.
+// were requested) handles a row, and its threads keep the row in registers while they add its
+// squares and then normalise it. `kernels::cpu::norm` computes the same bits: it documents where
+// numbers are rounded and in which order squares are added.
 #pragma once
 #include "sentinel.cuh"
 
@@ -48,7 +48,7 @@ DEVICE u32 row_units(const NormArgs& args) {
   return args.hidden / GROUP * PARTS;
 }
 
-// A thread's part of each row: the groups `group(k)` for each k below `most` for which `has(k)` is
+// A thread's part of each row: the groups `group(k)` for each k below MOST for which `has(k)` is
 // true. The threads of a cluster share each row. If threads have several groups, the number of
 // threads is LANES or half of it.
 struct Share {
@@ -60,8 +60,8 @@ struct Share {
 
   DEVICE u32 group(u32 k) const { return lane + k * lanes; }
   DEVICE bool has(u32 k) const { return group(k) < groups; }
-  // Returns true if the path for one group applies to `args`. That path loads from the instruction
-  // cache in a third of the time.
+  // Returns true if the path for one group applies to `args`. The code of that path loads into the
+  // instruction cache in a third of the time.
   DEVICE bool is_plain(const NormArgs& args) const {
     const u64 any =
         (u64)args.from | (u64)args.residual | (u64)args.weight | (u64)args.normed | (u64)args.sum;
@@ -133,7 +133,8 @@ DEVICE float over_warp(float value, Fold fold) {
 
 // Folds one number of each group of a row; missing groups count as 0, and `fold` with 0 must not
 // change a number. `turn` counts the calls and selects one of two buffers. A thread writes a buffer
-// again two calls later: by then the barrier of the call between shows that all threads have read.
+// again two calls later, after the barrier of the call in between; every thread has read the buffer
+// before that barrier.
 template <u32 K, typename Fold>
 DEVICE float over_row(const float (&of_group)[K], const Share& share, u32& turn, Fold fold) {
   __shared__ float shared[2][BLOCK];

@@ -2,8 +2,8 @@
 // in symmetric memory.
 //
 // Only the two ends know of a send, and neither waits for the other: the sender starts with
-// staging, polls for an offer between two chunks, and is zero-copy from then on. Each lane does so
-// independently. One lane takes 4 steps:
+// staging, polls for an offer between two chunks, and stores the other chunks directly once it has
+// seen the offer. Each lane does so independently. One lane takes 4 steps:
 //   1. The receiver clears `placed` and offers the offset of the destination in its heap, and the
 //      number of bytes.
 //   2. The sender sees the offer after it has sent some chunks. It stores the number of these
@@ -25,7 +25,8 @@
 struct Offer {
   Line unit[2];
   // Count of the chunks sent before the first zero-copy one, with `IS_PLACED`; 0 if no chunk is
-  // zero-copy. The receiver clears it; the sender sets it once it has seen the offer that followed.
+  // zero-copy. The receiver clears it; the sender sets it once it has seen the offer that the
+  // receiver then made.
   Line placed;
   Line unused;
 };

@@ -146,8 +146,8 @@ struct Reduction {
 };
 
 // True if a word of all ones consists of NaNs that no reduction produces, so that a protocol may
-// use it to mean "not yet arrived". It is false for e4m3fn, in which four sums below the lowest
-// finite number round to such a word.
+// use it to mean "not yet arrived". It is false for e4m3fn: a word of four sums, all below the
+// lowest finite number, is rounded to all ones.
 template <DType TYPE>
 constexpr bool IS_NAN_OF_ONES = TYPE == DType::BF16 || TYPE == DType::F16 || TYPE == DType::F32 ||
                                 TYPE == DType::C64 || TYPE == DType::F8E5M2;

@@ -82,7 +82,8 @@ DEVICE void gather_to(
   for (u32 step = 0; step < steps; ++step) {
     const u32 units = (u32)units_of(in.length(bytes, step, chunk));
     const u64 first = own + in.start(step, chunk);
-    // step 3: wait until every target has read the previous chunks of the slots for the results
+    // step 3: wait until every target has read the previous chunks in the slots that the results
+    // will use
     const Unit* slot[WORLD];
     Unit* to[WORLD];
     for_each_rank([&](u32 r) {

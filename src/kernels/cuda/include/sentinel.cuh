@@ -30,8 +30,8 @@ DEVICE bool is_empty(Unit v) {
 
 // Session of this block on the sentinel slots: `begin`, any number of `send` and `receive`, `end`.
 // Each thread sends and receives different units; the whole block calls `begin` and `end`. A
-// session has two stages with separate slots. It hides from kernels which slots are free. For
-// example, so that each thread adds one unit of all ranks:
+// session has two stages with separate slots. It hides from kernels which slots are free. In this
+// example, each thread adds one unit of every rank:
 //   SentinelSession session(args.common, args.sentinel);
 //   session.begin();
 //   for_each_peer([&](u32 r) { session.send(0, r, thread(), scrub(mine)); });

@@ -3,9 +3,9 @@
 #pragma once
 #include "arithmetic.cuh"
 
-// A float of a sign bit and MAGNITUDE below it. Values that round to more than LARGEST become OVER:
-// infinity if the format has one, otherwise NaN. UNSIGNED_ZERO: the format has no infinity and no
-// negative zero, whose code is the NaN.
+// A float of a sign bit and, below it, the bits in the mask MAGNITUDE. Values that round to more
+// than LARGEST become OVER: infinity if the format has one, otherwise NaN. With UNSIGNED_ZERO the
+// format has no infinity and no negative zero: the code of a negative zero is the NaN.
 template <
     u32 MANTISSA, u32 BIAS, u32 MAGNITUDE, u32 LARGEST, u32 OVER, u32 QUIET, bool UNSIGNED_ZERO>
 struct Small {
@@ -15,8 +15,8 @@ struct Small {
   // The difference between float's exponent and a small float's.
   static constexpr u32 REBIAS = (127 - BIAS) << 23;
 
-  // Shifted to the position of a float's bits, the code is the number divided by a power of two,
-  // even if subnormal.
+  // The code, shifted to the position of a float's bits, is a float: the number divided by a power
+  // of two, even if the number is subnormal.
   static DEVICE float widen(u32 code) {
     u32 magnitude = code & MAGNITUDE;
     u32 bits = bits_of(float_of(magnitude << CUT) * float_of((254 - BIAS) << 23));
@@ -32,8 +32,8 @@ struct Small {
   static DEVICE u32 narrow(float value) {
     u32 bits = bits_of(value);
     u32 magnitude = bits & 0x7fffffff;
-    // Half a step, less one, plus the last kept bit: ties go to even, and a carry moves into the
-    // exponent.
+    // Adds half a step, less one, plus the last kept bit, so that ties go to even. A carry moves
+    // into the exponent.
     u32 normal = (magnitude - REBIAS + ((1u << (CUT - 1)) - 1) + ((magnitude >> CUT) & 1)) >> CUT;
     // Adding a number whose last bit weighs one subnormal step makes the processor round to that
     // step.

@@ -29,7 +29,8 @@ struct NoOwnMessage {
   DEVICE void store(u32, u32, Unit) const {}
 };
 
-// Returns the maximum number of chunks that the lane has of a message of one of the `ranks`.
+// Returns how many chunks of a message this lane carries: the maximum over the messages of the
+// ranks in `ranks` (a bit each).
 DEVICE u32 steps_of(const Stage& stage, const u64* bytes, const u32 (&chunk)[WORLD], u32 ranks) {
   u32 steps = 0;
   for_each_peer([&](u32 r) {
@@ -135,7 +136,7 @@ DEVICE void send_pieces(
       sync_block();
       session.send(peers);
     }
-    // step 2d: store the rest directly where there is an offer
+    // step 2d: if offers were seen, store the rest of their messages directly
     const u32 done = offers.put_rest(session, to, step + 1, chunk);
     if (done != 0) {
       to &= ~done;
@@ -157,9 +158,9 @@ DEVICE void send_pieces(
 }
 
 // Receives a message of `bytes[r]` from each rank r in `from`, in chunks.
-// `take(start, units, slot)` reads one chunk of each message: that of rank r has `units[r]` units
-// at `slot[r]`, and starts at `start[r]` of the message (`ChunkOf::Start`). Bytes that arrived
-// through `offers` are already in place.
+// `take(start, units, slot)` reads one chunk of each message: the chunk of rank r has `units[r]`
+// units at `slot[r]`, and starts at `start[r]` of the message (`ChunkOf::Start`). Bytes that
+// arrived through `offers` are already in place.
 template <typename ChunkOf, typename Take, typename Offers>
 DEVICE void receive_pieces(
     ReceiveSession& session, const u64* bytes, u32 from, ChunkOf chunk_of, Take take,

@@ -136,8 +136,8 @@ struct Stage {
 //   session.send(1u << r);
 //   session.end();
 struct SendSession : Stage {
-  // Counts of the chunks sent to each rank, and of those that it has read, as last seen by this
-  // thread.
+  // Counts of the chunks sent to each rank, and of the chunks that the rank has read, as this
+  // thread last saw them.
   u32 sent[WORLD];
   u32 credit[WORLD];
   Wait wait;
@@ -151,7 +151,7 @@ struct SendSession : Stage {
     for_each_rank([&](u32 r) { credit[r] = load_relaxed(&words(RANK)->credit[r]); });
   }
 
-  // Returns the slot at `peer` of its next chunk.
+  // Returns the slot at `peer` for the next chunk that this rank sends to it.
   DEVICE Unit* slot(u32 peer) const { return slot_of(peer, RANK, sent[peer]); }
 
   // Returns once `peer` has read the previous chunk of `slot(peer)`. Every thread waits

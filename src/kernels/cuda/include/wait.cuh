@@ -83,8 +83,8 @@ struct Wait {
     if (stopped) {
       return false;
     }
-    // Not for_each_rank: this runs at most once, and unrolled it cost every kernel 2 to 6
-    // registers.
+    // Not for_each_rank, which unrolls: this loop runs at most once, and unrolling it cost every
+    // kernel 2 to 6 registers.
     for (u32 r = 0; r < WORLD; ++r) {
       if (missing >> r & 1) {
         store_relaxed(&report->missing[r], 1u);

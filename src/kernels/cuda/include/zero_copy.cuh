@@ -1,9 +1,9 @@
 // Zero-copy handshake: start and end of a call on symmetric memory.
 //
 // At the start, every block of a zero-copy kernel sends the same block of every peer the addresses
-// that this peer may load and store; at the end, it sends that it has finished. Both use separate
-// LL lines, in two epochs per call. So no rank has to know the others' tensors on the host, and no
-// kernel ends while a peer may still access this rank's memory.
+// that this peer may load and store; at the end, it notifies the same blocks that it has finished.
+// Start and end each use one epoch of separate LL lines. So no rank has to know the others' tensors
+// on the host, and no kernel ends while a peer may still access this rank's memory.
 #pragma once
 #include "low_latency.cuh"
 
@@ -55,7 +55,7 @@ struct Partners {
 // ncclLsaBarrierSession at both ends of a kernel). The whole block calls each of them. Every block
 // of every rank calls `begin` and `end`, with partners or without, so that all count the same
 // epochs. It ensures that kernels access peers' tensors only between the peers' start and end of
-// the call. For example, so that each thread reads one unit of a tensor of rank r:
+// the call. In this example, each thread reads one unit of a tensor of rank r:
 //   HandshakeSession session(args.common, args.handshake, EVERYBODY);
 //   session.begin();
 //   Line words[WORLD];

@@ -85,7 +85,8 @@ pub struct Compiled {
 }
 
 impl Nvrtc {
-    /// Opens the library with this name or path; `flags` of `dlopen` are added to the usual ones.
+    /// Opens the library with this name or path; `flags` of `dlopen` are added to `RTLD_NOW` and
+    /// `RTLD_LOCAL`.
     fn open(name: &OsStr, flags: c_int) -> Result<Self> {
         let fail = |error: libloading::Error| {
             // The linker's message is the source of libloading's error.

@@ -19,9 +19,9 @@ struct ReduceStagedArgs {
 static_assert(sizeof(ReduceStagedArgs) == 648, "");
 
 #ifdef SYMM_ZERO_COPY
-// Exchanges handshake words. If all inputs are in symmetric memory, sets `direct` and adds this
-// rank's pieces, loaded from the inputs. Returns false if a rank did not arrive; then nothing was
-// loaded.
+// Exchanges handshake words. Sets `direct` to true if all inputs are in symmetric memory; in this
+// case it also loads this rank's piece from all inputs and adds the pieces. Returns false if a rank
+// did not arrive; then nothing was loaded.
 DEVICE bool sum_direct(const ReduceStagedArgs& args, HandshakeSession& session, bool& direct) {
   const Handshake& handshake = args.handshake;
   Line words[WORLD];

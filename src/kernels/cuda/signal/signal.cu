@@ -1,7 +1,7 @@
 // Signals between ranks, through words in the ranks' pads. A word of 0 belongs to the sender, which
 // sets it to 1 in the receiver's pad; a word of 1 belongs to the receiver, which sets it to 0
-// again. Each thread handles one peer: it puts, or waits, or, in a barrier, does one after the
-// other. Work that the stream did before a put is visible after the wait that takes it: the fence
+// again. Each thread handles one peer: it puts, or it waits, or, in a barrier, it puts and then
+// waits. Work that the stream did before a put is visible after the wait that takes it: the fence
 // before the put pairs with the fence after the wait (docs/design/memory-model.md).
 #include "peers.cuh"
 
@@ -43,15 +43,15 @@ KERNEL(signal, SignalArgs) {
   u32* const out = puts ? args.pad[peer] + args.slot + RANK : nullptr;
   u32* const in = waits ? args.pad[RANK] + args.slot + peer : nullptr;
   Step step = puts ? Step::PUT : waits ? Step::WAIT : Step::DONE;
-  // step 2: load the word that comes first; the load is in flight while the fence waits
+  // step 2: load the word that this thread polls first; the load is in flight while the fence waits
   u32 seen = step == Step::DONE ? 0 : load_relaxed(puts ? out : in);
   // step 3: release the stream's earlier work, for the stores of all puts below
   fence_system();
   // step 4: put, wait, or put and then wait, until done, late or stopped
   u64 since = 0;
   for (u32 turn = 1; step == Step::PUT || step == Step::WAIT; turn++) {
-    // One loop for both, so that no thread's store waits until other threads of the warp have seen
-    // their words.
+    // One loop puts and waits, so that no thread's store waits until other threads of the warp have
+    // seen their words.
     if (step == Step::PUT && seen == 0) {
       store_relaxed(out, 1u);
       step = waits ? Step::WAIT : Step::DONE;
@@ -80,8 +80,8 @@ KERNEL(signal, SignalArgs) {
   u32 missing = 0;
   for_each_rank(
       [&](u32 r) { missing |= sync_block_and(peer != r || step != Step::LATE) ? 0 : 1u << r; });
-  // The first report wins. Its first word is consistent; the milliseconds may come from another
-  // thread that reports within the same microsecond.
+  // The first report stays. Its first word comes from one kernel; the milliseconds may come from
+  // another kernel that reports within the same microsecond.
   if (peer == 0 && load_relaxed(args.report) == 0) {
     const u64 waited = args.timeout / 1000000;
     store_relaxed(args.report + 1, waited < 0xffffffff ? (u32)waited : 0xffffffffu);
