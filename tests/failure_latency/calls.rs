@@ -18,6 +18,8 @@ const RUNS: usize = 11;
 const PATIENCE: Duration = Duration::from_secs(5);
 const SOON: Duration = Duration::from_millis(100);
 const TIMEOUT: Duration = Duration::from_millis(60);
+/// A timeout that no call reaches.
+const LONG: Duration = Duration::from_secs(20);
 
 /// A receive from rank 1, which sends nothing.
 fn receive(group: &Group, timeout: Duration) -> Result<(), Error> {
@@ -55,7 +57,7 @@ fn ends(
         let (ended, over) = channel();
         let (ended, over) = (Mutex::new(Some(ended)), Mutex::new(over));
         with_ranks(2, |group, rank| {
-            barrier(group, Some(Duration::from_secs(20))).expect("both are here");
+            barrier(group, Some(LONG)).expect("both are here");
             if rank == 1 {
                 *began.lock().expect("not poisoned") = Some(other(group));
                 // After `PATIENCE` the abort ends an endless wait, with an error of another kind.
@@ -101,12 +103,7 @@ fn p9_a_refused_collective_is_told() {
         group.reject("a bad argument".into());
         Instant::now()
     };
-    ends(
-        |group| barrier(group, Some(Duration::from_secs(20))),
-        ErrorKind::Mismatch,
-        Duration::ZERO,
-        refuse,
-    );
+    ends(|group| barrier(group, Some(LONG)), ErrorKind::Mismatch, Duration::ZERO, refuse);
 }
 
 #[test]
@@ -115,12 +112,7 @@ fn p9_a_refused_message_is_told() {
         group.reject_message(true, Some(Rank(0)), 1, "a bad argument".into());
         Instant::now()
     };
-    ends(
-        |group| receive(group, Duration::from_secs(20)),
-        ErrorKind::Mismatch,
-        Duration::ZERO,
-        refuse,
-    );
+    ends(|group| receive(group, LONG), ErrorKind::Mismatch, Duration::ZERO, refuse);
 }
 
 #[test]
@@ -131,11 +123,6 @@ fn p10_an_abort_releases_who_waits() {
         group.abort();
         since
     };
-    ends(
-        |group| barrier(group, Some(Duration::from_secs(20))),
-        ErrorKind::Peer,
-        Duration::ZERO,
-        abort,
-    );
-    ends(|group| receive(group, Duration::from_secs(20)), ErrorKind::Peer, Duration::ZERO, abort);
+    ends(|group| barrier(group, Some(LONG)), ErrorKind::Peer, Duration::ZERO, abort);
+    ends(|group| receive(group, LONG), ErrorKind::Peer, Duration::ZERO, abort);
 }

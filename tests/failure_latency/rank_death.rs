@@ -1,4 +1,4 @@
-//! Ranks as processes; one is killed, stopped or leaves in every phase.
+//! Ranks as processes; one is killed or stopped during collectives.
 //!
 //! Each rank is a process of the test program; ranks meet through a file store.
 
@@ -55,13 +55,11 @@ fn rank() {
         writeln!(out, "{text}").unwrap();
         out.flush().unwrap();
     };
-    say("joining".into());
     let store = FileStore::open(&folder.join("store"), 3).unwrap();
     let group = match Group::join(&store, &options, None) {
         Ok(group) => group,
         Err(error) => return say(format!("error {} {error}", error.kind as u8)),
     };
-    say("joined".into());
     let mut data = vec![1.0f32; count];
     for call in 0.. {
         if let Err(error) = all_reduce(&group, &mut data) {
@@ -84,13 +82,14 @@ struct Ranks {
     folder: PathBuf,
 }
 
-fn start(name: &str, ranks: &[i32], count: usize, timeout: f64) -> Ranks {
+/// Starts three ranks and returns once all are in their calls.
+fn start(name: &str, count: usize, timeout: f64) -> Ranks {
     let _alone = alone();
     let folder = std::env::temp_dir().join(format!("symm-killed-{}-{name}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     let mut children = Vec::new();
     let mut lines = Vec::new();
-    for &rank in ranks {
+    for rank in 0..3 {
         let role = Role { folder: folder.clone(), rank, count, timeout };
         let mut child = process("rank_death::rank", &role).stdout(Stdio::piped()).spawn().unwrap();
         let out = BufReader::new(child.stdout.take().unwrap());
@@ -101,7 +100,9 @@ fn start(name: &str, ranks: &[i32], count: usize, timeout: f64) -> Ranks {
         children.push(child);
         lines.push(receiver);
     }
-    Ranks { _alone, children, lines, folder }
+    let ranks = Ranks { _alone, children, lines, folder };
+    (0..3).for_each(|rank| drop(ranks.expect(rank, "looping", Duration::from_secs(20))));
+    ranks
 }
 
 impl Ranks {
@@ -117,6 +118,13 @@ impl Ranks {
                 return line;
             }
         }
+    }
+
+    /// Fails unless a rank reports an error of `kind` with all `words` within `limit`.
+    fn fails(&self, index: usize, limit: Duration, kind: ErrorKind, words: &[&str]) {
+        let line = self.expect(index, "error", limit);
+        assert!(line.starts_with(&format!("error {} ", kind as u8)), "{line}");
+        assert!(words.iter().all(|word| line.contains(word)), "{line}");
     }
 
     fn signal(&self, index: usize, signal: i32) {
@@ -135,56 +143,26 @@ impl Drop for Ranks {
     }
 }
 
-const SOON: Duration = Duration::from_secs(1);
-const LATER: Duration = Duration::from_secs(20);
-
-fn kill_while_running(name: &str, count: usize, victim: usize) {
-    let mut ranks = start(name, &[0, 1, 2], count, 30.0);
-    (0..3).for_each(|rank| drop(ranks.expect(rank, "looping", LATER)));
-    let pid = ranks.children[victim].id();
-    ranks.signal(victim, libc::SIGKILL);
-    let collected = std::thread::scope(|scope| {
-        let child = &mut ranks.children[victim];
-        scope.spawn(move || child.wait()).join()
-    });
-    assert!(collected.is_ok());
-    for survivor in (0..3).filter(|&rank| rank != victim) {
-        let line = ranks.expect(survivor, "error", SOON);
-        assert!(line.starts_with(&format!("error {} ", ErrorKind::Peer as u8)), "{line}");
-        assert!(
-            line.contains(&format!("rank {victim} (pid {pid})")) && line.contains("all_reduce"),
-            "{line}"
-        );
-    }
-}
-
 // proves P2
 #[test]
 fn killed_between_and_inside_collectives_of_every_size() {
     for (index, count) in [2, 3_000, 40_000, 16 << 20].into_iter().enumerate() {
-        kill_while_running(&format!("size{index}"), count, index % 3);
+        let victim = index % 3;
+        let mut ranks = start(&format!("size{index}"), count, 30.0);
+        let pid = ranks.children[victim].id();
+        ranks.signal(victim, libc::SIGKILL);
+        ranks.children[victim].wait().unwrap();
+        for survivor in (0..3).filter(|&rank| rank != victim) {
+            let dead = format!("rank {victim} (pid {pid})");
+            ranks.fails(survivor, Duration::from_secs(1), ErrorKind::Peer, &[&dead, "all_reduce"]);
+        }
     }
-}
-
-#[test]
-fn killed_while_joining() {
-    // Rank 1 never arrives; rank 2 is killed while it waits.
-    let ranks = start("joining", &[0, 2], 2, 20.0);
-    (0..2).for_each(|index| drop(ranks.expect(index, "joining", LATER)));
-    std::thread::sleep(Duration::from_millis(500));
-    ranks.signal(1, libc::SIGKILL);
-    let line = ranks.expect(0, "error", Duration::from_secs(5));
-    assert!(
-        line.starts_with(&format!("error {} ", ErrorKind::Peer as u8)) && line.contains("rank 2"),
-        "{line}"
-    );
 }
 
 // proves P5
 #[test]
 fn stopped_and_continued_loses_nothing() {
-    let ranks = start("stopped", &[0, 1, 2], 1000, 30.0);
-    (0..3).for_each(|rank| drop(ranks.expect(rank, "looping", LATER)));
+    let ranks = start("stopped", 1000, 30.0);
     ranks.signal(1, libc::SIGSTOP);
     std::thread::sleep(Duration::from_millis(700));
     ranks.signal(1, libc::SIGCONT);
@@ -195,15 +173,10 @@ fn stopped_and_continued_loses_nothing() {
 // proves P5
 #[test]
 fn stopped_past_the_timeout_is_named_as_stopped() {
-    let ranks = start("late", &[0, 1, 2], 1000, 1.5);
-    (0..3).for_each(|rank| drop(ranks.expect(rank, "looping", LATER)));
+    let ranks = start("late", 1000, 1.5);
     ranks.signal(1, libc::SIGSTOP);
     for survivor in [0, 2] {
-        let line = ranks.expect(survivor, "error", Duration::from_millis(2500));
-        assert!(line.starts_with(&format!("error {} ", ErrorKind::Timeout as u8)), "{line}");
-        assert!(
-            line.contains("rank 1") && line.contains("stopped") && line.contains("all_reduce(1000"),
-            "{line}"
-        );
+        let words = ["rank 1", "stopped", "all_reduce(1000"];
+        ranks.fails(survivor, Duration::from_millis(2500), ErrorKind::Timeout, &words);
     }
 }

@@ -369,22 +369,14 @@ fn every_kernel(device: &Device) {
         let mut group = Group::new(device, n);
         let mut served = HashMap::<&str, u32>::new();
         let mut seed = 1;
-        for dtype in DTYPES {
-            for count in [1, 37, 1500, 9000, 70_001] {
-                for &op in Collective::C10D {
-                    for shift in [0, dtype.size() % 16] {
-                        seed += 1;
-                        let name = group.run(&Case { shift, ..case(op, dtype, count) }, seed);
-                        *served.entry(name).or_insert(0) += 1;
-                    }
-                }
-            }
-        }
-        // Symmetric memory holds the tensors of all ranks, of no rank, or of every second rank.
-        for ranks in [(1 << n) - 1, 0, 0b1010_1010] {
-            group.symmetric = Some(ranks);
+        // No call is zero-copy, or symmetric memory holds the tensors of all ranks, of no rank, or of
+        // every second rank.
+        let lengths: [usize; 5] = [1, 37, 1500, 9000, 70_001];
+        for symmetric in [None, Some((1 << n) - 1), Some(0), Some(0b1010_1010)] {
+            group.symmetric = symmetric;
+            let counts = if symmetric.is_none() { &lengths[..] } else { &lengths[2..] };
             for dtype in DTYPES {
-                for count in [1500, 9000, 70_001] {
+                for &count in counts {
                     for &op in Collective::C10D {
                         for shift in [0, dtype.size() % 16] {
                             seed += 1;

@@ -31,8 +31,8 @@ COMPILERS = re.compile(r"(.*-)?(c\+\+|g\+\+|gcc|cc|clang|clang\+\+|ld|as|rustc|c
 #: Every collective, symmetric memory, stores and DTensor.
 SMOKE = (
     *("test_collectives", "test_reduce_ops", "test_point_to_point", "test_groups", "test_work"),
-    *("test_faults", "test_symm_mem_ops", "test_symmetric_memory", "test_symm_mem_fused"),
-    *("test_stores", "test_store_objects", "test_tensor_collectives", "test_tensor_redistribute"),
+    *("test_faults", "test_symm_mem_ops", "test_symm_mem_without_gpu", "test_symm_mem_fused"),
+    *("test_stores", "test_store_objects", "test_dtensor_collectives", "test_dtensor_redistribute"),
 )
 
 
@@ -61,9 +61,8 @@ def environment(python: str, torch: str, wheel: Path) -> Path:
 
 def run(folder: Path, command: list[str]) -> tuple[bool, str]:
     """Runs a program of the environment without compilers; returns whether it passed, and its last line."""
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV", "CXX", "CC"))
-    }
+    dropped = ("PYTHON", "VIRTUAL_ENV", "CXX", "CC")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     path = os.pathsep.join([str(folder / "bin"), path_without_compilers(WORK / "programs")])
     result = subprocess.run(
         [str(folder / "bin" / command[0]), *command[1:]],
@@ -77,10 +76,8 @@ def run(folder: Path, command: list[str]) -> tuple[bool, str]:
     (folder / f"{Path(command[-1]).stem}.log").write_text(result.stdout)
     lines = result.stdout.strip().splitlines() or [""]
     if result.returncode:
-        print(
-            "\n".join(line for line in lines if line.startswith(("FAILED", "ERROR"))) or "\n".join(lines[-20:]),
-            flush=True,
-        )
+        failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+        print("\n".join(failed or lines[-20:]), flush=True)
     return result.returncode == 0, lines[-1]
 
 
@@ -90,13 +87,8 @@ def tried(folder: Path, complete: bool) -> list[tuple[bool, str]]:
     pytest = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     # Compiled code needs a compiler, with any backend.
     smoke = run(folder, [*pytest, "-k", "not compiled", *(f"tests/python/{name}.py" for name in SMOKE)])
-    if not complete:
-        return [(example[0], "ok" if example[0] else "failed"), smoke]
-    return [
-        (example[0], "ok" if example[0] else "failed"),
-        smoke,
-        run(folder, [*pytest, "-m", "not everything", "tests/torch"]),
-    ]
+    upstream = [run(folder, [*pytest, "-m", "not everything", "tests/torch"])] if complete else []
+    return [(example[0], "ok" if example[0] else "failed"), smoke, *upstream]
 
 
 def main() -> int:
@@ -112,10 +104,8 @@ def main() -> int:
     jobs = [] if arguments.pythons else [(arguments.python, version, True) for version in reversed(versions)]
     if not arguments.torch:
         jobs += [(python, "", False) for python in found if python != arguments.python]
-    rows = [
-        "| Python | torch | example 01 | every collective, symmetric memory, stores, DTensor | torch's own tests | s |"
-    ]
-    rows += ["|---|---|---|---|---|---|"]
+    tests = "example 01 | every collective, symmetric memory, stores, DTensor | torch's own tests"
+    rows = [f"| Python | torch | {tests} | s |", "|---|---|---|---|---|---|"]
     bad = 0
     for python, version, complete in jobs:
         wheel = next((ROOT / "dist").glob(f"torch_symm-*-cp{python.replace('.', '')}-*.whl"), None)
@@ -125,10 +115,8 @@ def main() -> int:
             continue
         start = time.monotonic()
         folder = environment(found[python], version, wheel)
-        code = "import torch; print(torch.__version__)"
-        exact = subprocess.run(
-            [str(folder / "bin/python"), "-c", code], capture_output=True, text=True, check=True
-        ).stdout
+        print_version = [str(folder / "bin/python"), "-c", "import torch; print(torch.__version__)"]
+        exact = subprocess.run(print_version, capture_output=True, text=True, check=True).stdout
         results = tried(folder, complete)
         bad += sum(not good for good, _ in results)
         cells = [text.strip("= ") if good else f"**{text.strip('= ')}**" for good, text in results]

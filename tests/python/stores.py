@@ -118,9 +118,6 @@ WHOLE: dict[str, Callable[[Path], Opener]] = {
 #: All stores; torch's FileStore has neither append nor queues.
 ALL: dict[str, Callable[[Path], Opener]] = {**WHOLE, "rust-torch-file": _rust(_torch_file)}
 
-#: Stores that let every user see a change before the call returns. torch's TCPStore sends without waiting for a reply.
-PROMPT = [name for name in WHOLE if name != "rust-torch-tcp"]
-
 #: Stores whose own messages for failures reach the caller.
 WORDS = [name for name in WHOLE if "rust-torch" not in name]
 

@@ -9,6 +9,11 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 
+import pytest
+
+#: Numbers of lines, and what is wrong there.
+Problems = Iterator[tuple[int, str]]
+
 ROOT = Path(__file__).parents[2]
 WIDTH = 120
 # Directories whose text defines symbols, settings and options.
@@ -47,13 +52,6 @@ def commands(path: Path) -> Iterator[tuple[int, str]]:
     """The text that may contain commands: between back-ticks and between fences."""
     yield from spans(path)
     yield from ((number, line.partition("#")[0]) for number, line, fenced in lines(path) if fenced)
-
-
-def complain(problems: list[tuple[Path, int, str]]) -> None:
-    """Fails with a line for each problem."""
-    assert not problems, "\n" + "\n".join(
-        f"{path.relative_to(ROOT)}:{number}: {text}" for path, number, text in problems
-    )
 
 
 @cache
@@ -96,53 +94,38 @@ def anchors(path: Path) -> frozenset[str]:
     )
 
 
-def test_lines_are_short() -> None:
+def long_lines(path: Path) -> Problems:
     alone = re.compile(r"\s*(?:[-*] )?(?:!?\[[^\]]*\]\([^)]*\)|https?://\S+)[.,;:]?\s*")
-    complain(
-        [
-            (path, number, f"{len(line)} characters; break the line at {WIDTH}")
-            for path in documents()
-            for number, line, fenced in lines(path)
-            if len(line) > WIDTH and not fenced and not line.lstrip().startswith("|") and not alone.fullmatch(line)
-        ]
-    )
+    for number, line, fenced in lines(path):
+        if len(line) > WIDTH and not fenced and not line.lstrip().startswith("|") and not alone.fullmatch(line):
+            yield number, f"{len(line)} characters; break the line at {WIDTH}"
 
 
-def test_paths_exist() -> None:
-    problems = []
-    for path in documents():
-        for number, span in spans(path):
-            name = span.split()[0].partition("::")[0]
-            if re.fullmatch(r"[\w-]+\.(rs|cuh?|[ch]pp)", name) and name not in words(*SOURCES):
-                problems.append((path, number, f"there is no file {name} in this tree; name one that exists"))
-            # An upper-case word is a placeholder for a name that the reader chooses.
-            if not PATH.fullmatch(name) or re.search(r"\b[A-Z]{2,}\b", name.replace("README", "")):
+def missing_paths(path: Path) -> Problems:
+    for number, span in spans(path):
+        name = span.split()[0].partition("::")[0]
+        if re.fullmatch(r"[\w-]+\.(rs|cuh?|[ch]pp)", name) and name not in words(*SOURCES):
+            yield number, f"there is no file {name} in this tree; name one that exists"
+        # An upper-case word is a placeholder for a name that the reader chooses.
+        if not PATH.fullmatch(name) or re.search(r"\b[A-Z]{2,}\b", name.replace("README", "")):
+            continue
+        for one in expanded(name):
+            if not (any(ROOT.glob(one.rstrip("/"))) if "*" in one else (ROOT / one).exists()):
+                yield number, f"there is no {one}; name a path that exists"
+
+
+def dead_links(path: Path) -> Problems:
+    for number, line, fenced in lines(path):
+        for found in [] if fenced else LINK.finditer(CODE.sub("", line)):
+            target = found[1] or found[2]
+            file, _, anchor = target.partition("#")
+            to = (path.parent / file).resolve() if file else path
+            if re.match(r"[a-z]+:", target):
                 continue
-            problems += [
-                (path, number, f"there is no {one}; name a path that exists")
-                for one in expanded(name)
-                if not (any(ROOT.glob(one.rstrip("/"))) if "*" in one else (ROOT / one).exists())
-            ]
-    complain(problems)
-
-
-def test_links_lead_somewhere() -> None:
-    problems = []
-    for path in documents():
-        for number, line, fenced in lines(path):
-            for found in [] if fenced else LINK.finditer(CODE.sub("", line)):
-                target = found[1] or found[2]
-                file, _, anchor = target.partition("#")
-                if re.match(r"[a-z]+:", target):
-                    continue
-                to = (path.parent / file).resolve() if file else path
-                if not to.exists():
-                    problems.append((path, number, f"the link to {target} leads nowhere; there is no such file"))
-                elif anchor and anchor not in anchors(to):
-                    problems.append(
-                        (path, number, f"{file or 'this page'} has no heading #{anchor}; it has {sorted(anchors(to))}")
-                    )
-    complain(problems)
+            if not to.exists():
+                yield number, f"the link to {target} leads nowhere; there is no such file"
+            elif anchor and anchor not in anchors(to):
+                yield number, f"{file or 'this page'} has no heading #{anchor}; it has {sorted(anchors(to))}"
 
 
 def settings(code: str) -> Iterator[str]:
@@ -194,10 +177,9 @@ def package(code: str) -> Iterator[str]:
             yield f"torch_symm{name}: the package has no {missing[0]}"
 
 
-def test_settings_and_commands_exist() -> None:
+def missing_settings_and_commands(path: Path) -> Problems:
     checks: list[Callable[[str], Iterator[str]]] = [settings, targets, modules, cargo, package]
-    found = ((path, number, check(code)) for path in documents() for number, code in commands(path) for check in checks)
-    complain([(path, number, text) for path, number, texts in found for text in texts])
+    yield from ((number, text) for number, code in commands(path) for check in checks for text in check(code))
 
 
 def symbols(span: str) -> list[str]:
@@ -214,17 +196,20 @@ def symbols(span: str) -> list[str]:
     return [plain] if camel or snake else []
 
 
-def test_symbols_exist() -> None:
+def missing_symbols(path: Path) -> Problems:
     known = words(*SOURCES) | FOREIGN | set(dir(builtins))
-    complain(
-        [
-            (path, number, f"`{span}`: no source has {name}; use the name that the code has")
-            for path in documents("docs/design", "docs/glossary")
-            for number, span in spans(path)
-            for name in symbols(span)
-            if name not in known
-        ]
-    )
+    for number, span in spans(path) if path in documents("docs/design", "docs/glossary") else ():
+        for name in symbols(span):
+            if name not in known:
+                yield number, f"`{span}`: no source has {name}; use the name that the code has"
+
+
+@pytest.mark.parametrize(
+    "check", [long_lines, missing_paths, dead_links, missing_settings_and_commands, missing_symbols]
+)
+def test_documents(check: Callable[[Path], Problems]) -> None:
+    found = [f"{path.relative_to(ROOT)}:{number}: {text}" for path in documents() for number, text in check(path)]
+    assert not found, "\n" + "\n".join(found)
 
 
 def test_the_page_of_settings_is_complete() -> None:

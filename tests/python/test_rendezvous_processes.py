@@ -9,7 +9,6 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ranks
@@ -24,85 +23,75 @@ WORLD = 3
 backends = pytest.mark.parametrize("backend", ["symm", "gloo"])
 
 
-def _sum(rank: int, world_size: int) -> list[float]:
+def _sum(rank: int, world_size: int, where: str) -> None:
+    """A sum of the default group, which ends."""
     value = torch.arange(4.0) + rank
     dist.all_reduce(value)
+    assert value.tolist() == [world_size * i + sum(range(world_size)) for i in range(4)], where
     dist.barrier()
-    return value.tolist()  # type: ignore[no-any-return]
-
-
-EXPECTED = [[WORLD * i + sum(range(WORLD)) for i in range(4)]] * WORLD
+    dist.destroy_process_group()
 
 
 def _store(kind: str, rank: int, world_size: int, port: int) -> dist.Store:
     if kind == "file":
-        return torch_symm.FileStore(str(ranks.scratch / "file"), world_size)
+        return torch_symm.FileStore(str(ranks.scratch / kind), world_size)
     if kind == "prefix-file":
-        return dist.PrefixStore("part", torch_symm.FileStore(str(ranks.scratch / "file"), world_size))
-    host = f"unix:{ranks.scratch}/socket" if kind == "tcp-unix" else "127.0.0.1"
+        return dist.PrefixStore("part", torch_symm.FileStore(str(ranks.scratch / kind), world_size))
+    host, port = (f"unix:{ranks.scratch}/unix", 0) if kind == "tcp-unix" else ("127.0.0.1", port)
     secret = SECRET if kind == "tcp-secret" else None
-    if kind == "tcp-unix":
-        port = 0
     return torch_symm.TCPStore(host, port, world_size, rank == 0, LIMIT, secret=secret)
 
 
-def _through_store(rank: int, world_size: int, backend: str, kind: str, port: int) -> list[float]:
-    store = _store(kind, rank, world_size, port)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=LIMIT)
-    dist.all_reduce(one := torch.ones(1), group=dist.new_group())
-    assert one.item() == world_size
-    return _sum(rank, world_size)
+def _through_stores(rank: int, world_size: int, backend: str, ports: dict[str, int]) -> None:
+    dist.init_process_group(backend, store=torch_symm.MemoryStore(), rank=0, world_size=1, timeout=LIMIT)
+    _sum(0, 1, "memory")
+    stores = {}
+    for kind, port in ports.items():
+        # Every store lives until all ranks have left all groups.
+        stores[kind] = _store(kind, rank, world_size, port)
+        dist.init_process_group(backend, store=stores[kind], rank=rank, world_size=world_size, timeout=LIMIT)
+        dist.all_reduce(one := torch.ones(1), group=dist.new_group())
+        assert one.item() == world_size
+        _sum(rank, world_size, kind)
+    ranks.meet("left", rank, world_size)
 
 
 # proves P11
 @backends
-@pytest.mark.parametrize("kind", ["file", "prefix-file", "tcp", "tcp-secret", "tcp-unix"])
-def test_through_a_store(backend: str, kind: str) -> None:
-    assert run_ranks(_through_store, WORLD, backend, kind, free_port(), backend=None) == EXPECTED
+def test_through_a_store(backend: str) -> None:
+    kinds = ("file", "prefix-file", "tcp", "tcp-secret", "tcp-unix")
+    run_ranks(_through_stores, WORLD, backend, {kind: free_port() for kind in kinds}, backend=None)
 
 
-def _alone(rank: int, world_size: int, backend: str) -> list[float]:
-    dist.init_process_group(backend, store=torch_symm.MemoryStore(), rank=rank, world_size=world_size, timeout=LIMIT)
-    return _sum(rank, world_size)
-
-
-@backends
-def test_one_rank_through_memory(backend: str) -> None:
-    assert run_ranks(_alone, 1, backend, backend=None) == [[0, 1, 2, 3]]
-
-
-def _by_url(rank: int, world_size: int, backend: str, url: str, arguments: dict[str, Any]) -> list[float]:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), SYMM_TEST_WORD=SECRET)
-    url = url.replace("SCRATCH", str(ranks.scratch))
-    if arguments.pop("explicit", False):
-        for name in ("RANK", "WORLD_SIZE"):
-            del os.environ[name]
-        arguments = {"rank": rank, "world_size": world_size}
-    dist.init_process_group(backend, init_method=url, timeout=LIMIT, **arguments)
-    first = _sum(rank, world_size)
-    dist.destroy_process_group()
-    return first
-
-
-@backends
-@pytest.mark.parametrize(
-    ("url", "arguments"),
-    [
-        ("symm://127.0.0.1:PORT", {}),
-        ("symm://127.0.0.1:PORT", {"explicit": True}),
-        ("symm://127.0.0.1:PORT?secret_env=SYMM_TEST_WORD", {}),
-        ("symm://[::1]:PORT", {}),
-        ("symm://", {}),
-        ("symm://?secret_env=SYMM_TEST_WORD", {"explicit": True}),
-        ("symm://SCRATCH/socket", {}),
-        ("symm+file://SCRATCH/file", {}),
-        ("symm+file://SCRATCH/file", {"explicit": True}),
-    ],
+#: URLs, and whether rank and number of ranks are arguments; otherwise they are in the environment.
+URLS = (
+    ("symm://127.0.0.1:PORT", False),
+    ("symm://127.0.0.1:PORT", True),
+    ("symm://127.0.0.1:PORT?secret_env=SYMM_TEST_WORD", False),
+    ("symm://[::1]:PORT", False),
+    ("symm://", False),
+    ("symm://?secret_env=SYMM_TEST_WORD", True),
+    ("symm://SCRATCH/socket", False),
+    ("symm+file://SCRATCH/file", False),
+    ("symm+file://SCRATCH/another", True),
 )
-def test_by_url(backend: str, url: str, arguments: dict[str, Any]) -> None:
-    port = str(free_port())
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    assert run_ranks(_by_url, WORLD, backend, url.replace("PORT", port), arguments, backend=None, env=env) == EXPECTED
+
+
+def _by_url(rank: int, world_size: int, backend: str, ports: list[int]) -> None:
+    for (url, explicit), port in zip(URLS, ports, strict=True):
+        arguments = {"rank": rank, "world_size": world_size} if explicit else {}
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), SYMM_TEST_WORD=SECRET)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+        for name in ("RANK", "WORLD_SIZE") if explicit else ():
+            del os.environ[name]
+        place = url.replace("PORT", str(port)).replace("SCRATCH", str(ranks.scratch))
+        dist.init_process_group(backend, init_method=place, timeout=LIMIT, **arguments)
+        _sum(rank, world_size, url)
+
+
+@backends
+def test_by_url(backend: str) -> None:
+    run_ranks(_by_url, WORLD, backend, [free_port() for _ in URLS], backend=None)
 
 
 SCRIPT = """
@@ -127,7 +116,6 @@ if restart < int(fail):
 with open(os.path.join(folder, os.environ["RANK"]), "w") as file:
     file.write("\\n".join([*tried, str(restart)]))
 """
-METHODS = ["env://", "symm://", "symm://?secret_env=SYMM_TEST_WORD"]
 
 
 @pytest.mark.parametrize("restarts", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -139,7 +127,8 @@ def test_torchrun(restarts: int, tmp_path: Path) -> None:
     command += [f"--max-restarts={restarts}", str(script), str(tmp_path), str(restarts)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr[-4000:]
-    tried = [f"{backend} {method}" for backend in ("gloo", "symm") for method in METHODS for _ in range(2)]
+    methods = ("env://", "symm://", "symm://?secret_env=SYMM_TEST_WORD")
+    tried = [f"{backend} {method}" for backend in ("gloo", "symm") for method in methods for _ in range(2)]
     wanted = [*tried[2 if restarts else 1 :], str(restarts)]
     assert [(tmp_path / str(rank)).read_text().splitlines() for rank in range(2)] == [wanted] * 2
 

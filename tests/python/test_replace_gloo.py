@@ -6,8 +6,6 @@ import errno
 import os
 import pickle
 import resource
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -41,9 +39,31 @@ def sums(group: dist.ProcessGroup | None = None) -> None:
     assert (tensor == world * (world + 1) / 2).all()
 
 
+def looks_like_gloo(rank: int, world: int) -> None:
+    """Clients reach devices and options through the backend and through its class."""
+    backend = dist.group.WORLD._get_backend(CPU)
+    named = (name for name in dir(torch._C._distributed_c10d.ProcessGroupGloo) if name != "mem_allocator")
+    assert [name for name in named if not hasattr(backend, name)] == []
+    for holder in (backend, type(backend)):
+        assert isinstance(holder.create_device(interface="lo"), dist.ProcessGroupGloo.Device)
+        assert holder.create_default_device(lazy_init=True) is not None
+        options = holder._Options()
+        options._devices = [holder.create_device(hostname="127.0.0.1")]
+    store = dist.PrefixStore("own", file_store("own", world))
+    options._timeout = timedelta(seconds=20)
+    own = dist.ProcessGroupGloo(store, rank, world, options)
+    own.allreduce([one := torch.ones(2)]).wait()
+    assert (one == world).all()
+
+
 def as_gloo(rank: int, world: int) -> None:
     torch_symm.replace_gloo()
     torch_symm.replace_gloo()
+    # No backend means symm for CPU tensors.
+    dist.init_process_group(store=file_store("unnamed", world), rank=rank, world_size=world)
+    assert served_by() == "symm"
+    sums()
+    dist.destroy_process_group()
     for turn in range(2):
         # The same store is used again: the keys of the first turn still exist.
         init(rank, world, "gloo", name="again")
@@ -70,24 +90,11 @@ def as_gloo(rank: int, world: int) -> None:
     assert (model.module.weight.grad == sum(range(world)) * 3 / world).all()
     # The name is "gloo", and not "custom", torch's name for the groups of plug-ins.
     assert model._get_ddp_logging_data()["backend_name"] == "gloo"
+    looks_like_gloo(rank, world)
 
 
 def test_a_group_of_gloo_is_symm() -> None:
     run_ranks(as_gloo, 3, backend=None)
-
-
-def without_a_name(rank: int, world: int) -> None:
-    dist.init_process_group(store=file_store("unnamed", world), rank=rank, world_size=world)
-    assert served_by() == "symm"
-    sums()
-
-
-def test_no_backend_means_symm_for_cpu_tensors() -> None:
-    def replaced(rank: int, world: int) -> None:
-        torch_symm.replace_gloo()
-        without_a_name(rank, world)
-
-    run_ranks(replaced, 2, backend=None)
 
 
 def on_two_nodes(rank: int, world: int, nodes: str) -> str:
@@ -274,46 +281,6 @@ def test_ranks_that_disagree_whose_call_it_is_end_at_the_timeout() -> None:
     run_ranks(one_calls_with_several, 2, backend=None, timeout=30)
 
 
-PROGRAM = """
-import torch
-import torch.distributed as dist
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-print([kind.__name__ for kind in type(dist.group.WORLD._get_backend(torch.device("cpu"))).__mro__[:2]])
-"""
-
-
-@pytest.mark.parametrize(("value", "expected"), [("1", "ProcessGroupSymm"), ("0", "Backend")])
-def test_the_setting_needs_no_import(value: str, expected: str) -> None:
-    environment = {**os.environ, "SYMM_REPLACE_GLOO": value}
-    command = [sys.executable, "-c", PROGRAM]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
-    assert result.returncode == 0, result.stderr
-    assert expected in result.stdout, result.stdout
-
-
-def looks_like_gloo(rank: int, world: int) -> None:
-    """Clients reach devices and options through the backend and through its class."""
-    torch_symm.replace_gloo()
-    init(rank, world, "gloo")
-    backend = dist.group.WORLD._get_backend(CPU)
-    named = (name for name in dir(torch._C._distributed_c10d.ProcessGroupGloo) if name != "mem_allocator")
-    assert [name for name in named if not hasattr(backend, name)] == []
-    for holder in (backend, type(backend)):
-        assert isinstance(holder.create_device(interface="lo"), dist.ProcessGroupGloo.Device)
-        assert holder.create_default_device(lazy_init=True) is not None
-        options = holder._Options()
-        options._devices = [holder.create_device(hostname="127.0.0.1")]
-    store = dist.PrefixStore("own", file_store("own", world))
-    options._timeout = timedelta(seconds=20)
-    own = dist.ProcessGroupGloo(store, rank, world, options)
-    own.allreduce([one := torch.ones(2)]).wait()
-    assert (one == world).all()
-
-
-def test_the_backend_has_the_names_of_gloos() -> None:
-    run_ranks(looks_like_gloo, 2, backend=None)
-
-
 def made_by_hand(rank: int, world: int) -> None:
     store = dist.PrefixStore("by hand", file_store("hand", world))
     group = dist.ProcessGroup(store, rank, world)
@@ -336,9 +303,6 @@ def made_by_hand(rank: int, world: int) -> None:
 
 def test_a_group_made_by_hand() -> None:
     run_ranks(made_by_hand, 2, backend=None)
-
-
-def test_a_group_made_by_hand_checks_its_timeout() -> None:
     with pytest.raises(ValueError, match="timeout must be from 0"):
         torch_symm.ProcessGroupSymm(dist.HashStore(), 0, 1, timeout=-1)
 

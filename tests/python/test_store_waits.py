@@ -1,20 +1,25 @@
-"""How a store waits: for keys, in queues, at barriers; and its message when no other rank arrives."""
+"""How a store waits: for keys, in queues, at barriers; its message when no other rank arrives; Ctrl-C ends a wait."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+import torch_symm
 from ranks import on_threads
-from stores import ALL, OWN, PROMPT, WHOLE, Meeting, seconds
+from stores import ALL, LIMIT_S, OWN, WHOLE, Meeting, seconds, serve
+from torch.distributed.rendezvous import rendezvous
 
 all_stores = pytest.mark.parametrize("kind", ALL)
-whole_stores = pytest.mark.parametrize("kind", WHOLE)
+own_stores = pytest.mark.parametrize("kind", OWN)
 
 
 def refused(body: Callable[[], object], limit_s: float, *words: str) -> None:
@@ -29,34 +34,18 @@ def refused(body: Callable[[], object], limit_s: float, *words: str) -> None:
 
 
 @all_stores
-def test_a_wait_names_the_keys_that_did_not_come(kind: str, tmp_path: Path) -> None:
-    store = Meeting(kind, tmp_path).open()
-    store.set("here", "1")
-    refused(lambda: store.wait(["here", "gone", "lost"], seconds(0.2)), 0.2, 'gone"', 'lost"', "2 keys of 3")
-    refused(lambda: store.wait(["gone"], seconds(0.001)), 0.0, 'gone"')
-
-
-@all_stores
-def test_the_timeout_of_the_store_bounds_what_has_none(kind: str, tmp_path: Path) -> None:
+def test_a_wait_names_the_keys_that_did_not_come_at_its_limit_or_the_stores(kind: str, tmp_path: Path) -> None:
     store = Meeting(kind, tmp_path).open(0.1)
     store.set("here", "1")
     assert store.timeout == seconds(0.1)
+    refused(lambda: store.wait(["here", "gone", "lost"], seconds(0.2)), 0.2, 'gone"', 'lost"', "2 keys of 3")
+    refused(lambda: store.wait(["gone"], seconds(0.001)), 0.0, 'gone"')
     refused(lambda: store.get("gone"), 0.1, 'gone"')
     refused(lambda: store.wait(["here", "gone"]), 0.1, 'gone"')
     refused(lambda: store.multi_get(["here", "gone"]), 0.1, 'gone"')
     store.set_timeout(seconds(0.2))
     refused(lambda: store.get("gone"), 0.2, 'gone"')
     assert store.get("here") == b"1"
-
-
-@whole_stores
-def test_a_queue_that_stays_empty(kind: str, tmp_path: Path) -> None:
-    store = Meeting(kind, tmp_path).open(0.2)
-    store.set("queue", "a value is no queue")
-    refused(lambda: store.queue_pop("queue"), 0.2, 'queue"')
-    with pytest.raises(dist.QueueEmptyError, match="empty"):
-        store.queue_pop("queue", block=False)
-    assert store.queue_len("queue") == 0
 
 
 @all_stores
@@ -75,21 +64,8 @@ def test_a_wait_ends_when_the_keys_come(kind: str, tmp_path: Path) -> None:
     on_threads([lambda: coming.set("d", ""), lambda: waiting.wait(["a", "d"], seconds(5))])
 
 
-@pytest.mark.parametrize("kind", PROMPT)
-def test_queues_keep_order(kind: str, tmp_path: Path) -> None:
-    meeting = Meeting(kind, tmp_path)
-    one, two = meeting.open(), meeting.open()
-    values = [b"first", b"", b"\0\xff", b"last"]
-    for value in values:
-        one.queue_push("queue", value)
-    assert two.queue_len("queue") == 4 and two.check(["queue"])
-    assert [two.queue_pop("queue"), two.queue_pop("queue", block=False)] == values[:2]
-    assert [one.queue_pop("queue"), two.queue_pop("queue")] == values[2:]
-    assert one.queue_len("queue") == 0 and not one.check(["queue"])
-
-
-@whole_stores
-def test_queues_in_both_directions(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", WHOLE)
+def test_queues_in_both_directions_and_empty_ones(kind: str, tmp_path: Path) -> None:
     meeting = Meeting(kind, tmp_path)
     rounds = 30
 
@@ -103,9 +79,15 @@ def test_queues_in_both_directions(kind: str, tmp_path: Path) -> None:
             assert store.queue_pop("answers") == f"{i}!".encode()
 
     on_threads([lambda: answer(meeting.open()), lambda: ask(meeting.open())])
+    store = meeting.open(0.2)
+    store.set("queue", "a value is no queue")
+    refused(lambda: store.queue_pop("queue"), 0.2, 'queue"')
+    with pytest.raises(dist.QueueEmptyError, match="empty"):
+        store.queue_pop("queue", block=False)
+    assert store.queue_len("queue") == 0 and store.has_extended_api()
 
 
-@pytest.mark.parametrize("kind", OWN)
+@own_stores
 def test_every_pushed_value_is_popped_once(kind: str, tmp_path: Path) -> None:
     store = Meeting(kind, tmp_path).open()
     popped: list[bytes] = []
@@ -117,7 +99,7 @@ def test_every_pushed_value_is_popped_once(kind: str, tmp_path: Path) -> None:
     def pop() -> None:
         popped.extend([store.queue_pop("queue") for _ in range(25)])
 
-    on_threads([pop] * 8 + [lambda thread=thread: push(thread) for thread in range(8)])  # type: ignore[misc]
+    on_threads([pop] * 8 + [partial(push, thread) for thread in range(8)])
     assert sorted(popped) == sorted(f"{thread}/{i}".encode() for thread in range(8) for i in range(25))
 
 
@@ -134,28 +116,37 @@ def test_sixteen_threads_of_one_object(kind: str, tmp_path: Path) -> None:
             store.add("sum", 1)
             assert store.get(f"key {(thread + 1) % 16} {i}") == f"{(thread + 1) % 16}".encode()
 
-    on_threads([lambda thread=thread: body(thread) for thread in range(16)])  # type: ignore[misc]
+    on_threads([partial(body, thread) for thread in range(16)])
     assert store.add("sum", 0) == 400
 
 
 @pytest.mark.parametrize("kind", [*OWN, "rust-torch-hash", "rust-torch-tcp"])
-def test_barrier(kind: str, tmp_path: Path) -> None:
+def test_a_barrier_opens_for_all_or_names_the_ranks_that_did_not_come(kind: str, tmp_path: Path) -> None:
     meeting = Meeting(kind, tmp_path)
-    rounds, size = 10, 4
+    size = 4
     arrived = [0] * size
 
     def body(rank: int) -> None:
         store = meeting.open()
-        for turn in range(1, rounds + 1):
+        for turn in range(1, 11):
             arrived[rank] = turn
             store.rank_barrier("meet", rank, size)
             assert min(arrived) >= turn
 
-    on_threads([lambda rank=rank: body(rank) for rank in range(size)])  # type: ignore[misc]
+    on_threads([partial(body, rank) for rank in range(size)])
+    store, other = meeting.open(0.2), meeting.open(0.2)
+
+    def late(store: dist.Store, rank: int, limit_s: float, **options: object) -> None:
+        refused(lambda: store.rank_barrier("late", rank, size, **options), limit_s, "ranks 1 and 3", "of 4")
+
+    on_threads([lambda: late(store, 0, 0.2), lambda: late(other, 2, 0.4, timeout=seconds(0.4))])
+    for rank in (4, -1):
+        with pytest.raises(ValueError, match=f"rank {rank}"):
+            store.rank_barrier("wrong", rank, size)
 
 
 @pytest.mark.skipif(not hasattr(dist.Store, "barrier"), reason="torch has no Store.barrier before 2.12")
-@pytest.mark.parametrize("kind", OWN)
+@own_stores
 def test_the_barrier_of_torch(kind: str, tmp_path: Path) -> None:
     meeting, size = Meeting(kind, tmp_path), 3
     arrived = threading.Barrier(size)  # every rank has a store before the first calls
@@ -171,29 +162,85 @@ def test_the_barrier_of_torch(kind: str, tmp_path: Path) -> None:
         meeting.open().barrier("alone", 2, seconds(0.2))
 
 
-@pytest.mark.parametrize("kind", [*OWN, "rust-torch-hash", "rust-torch-tcp"])
-def test_a_barrier_names_the_ranks_that_did_not_come(kind: str, tmp_path: Path) -> None:
-    meeting = Meeting(kind, tmp_path)
-    store, other = meeting.open(0.2), meeting.open(0.2)
-
-    def late(store: dist.Store, rank: int, limit_s: float, **options: object) -> None:
-        refused(lambda: store.rank_barrier("late", rank, 4, **options), limit_s, "ranks 1 and 3", "of 4")
-
-    on_threads([lambda: late(store, 0, 0.2), lambda: late(other, 2, 0.4, timeout=seconds(0.4))])
-    with pytest.raises(ValueError, match="rank 4 of 4"):
-        store.rank_barrier("wrong", 4, 4)
-    with pytest.raises(ValueError, match="rank -1"):
-        store.rank_barrier("wrong", -1, 4)
-
-
-@pytest.mark.parametrize("kind", OWN)
+@own_stores
 def test_timeouts_at_the_edges(kind: str, tmp_path: Path) -> None:
     store = Meeting(kind, tmp_path).open()
-    with pytest.raises(ValueError, match="negative"):
-        store.set_timeout(seconds(-1))
-    with pytest.raises(ValueError, match="negative"):
-        store.wait(["gone"], seconds(-1))
+    for call in (lambda: store.set_timeout(seconds(-1)), lambda: store.wait(["gone"], seconds(-1))):
+        with pytest.raises(ValueError, match="negative"):
+            call()
     assert store.timeout == seconds(20)
     # c10d's "no timeout".
     store.set_timeout(seconds(0))
     on_threads([lambda: store.get("key"), lambda: (time.sleep(0.1), store.set("key", ""))[1]])
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Restores the default, because the process that started this one may ignore the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+interrupts = pytest.mark.usefixtures("interruptible")
+
+
+def interrupted(body: Callable[[], object], expected: type[BaseException] = KeyboardInterrupt) -> None:
+    """Fails unless `body` ends with `expected` soon after a signal has arrived."""
+    timer = threading.Timer(0.15, lambda: os.kill(os.getpid(), signal.SIGINT))
+    started = time.monotonic()
+    timer.start()
+    with pytest.raises(expected):
+        body()
+    assert time.monotonic() - started < LIMIT_S / 4
+    timer.join()
+
+
+@interrupts
+@pytest.mark.parametrize("kind", [*OWN, "rust-memory", "rust-torch-hash", "prefix-tcp"])
+def test_ctrl_c_ends_a_wait_and_the_store_stays_usable(kind: str, tmp_path: Path) -> None:
+    store = Meeting(kind, tmp_path).open()
+    if kind != "rust-torch-hash":  # torch's own wait
+        interrupted(lambda: store.wait(["never"], seconds(LIMIT_S)))
+    interrupted(lambda: store.queue_pop("never"))
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+@interrupts
+def test_ctrl_c_ends_opening() -> None:
+    port = serve().port
+    interrupted(lambda: torch_symm.TCPStore("127.0.0.1", port, None, False, seconds(LIMIT_S)))
+    interrupted(lambda: torch_symm.TCPStore("127.0.0.1", 0, 2, True, seconds(LIMIT_S)))
+    interrupted(lambda: next(rendezvous(f"symm://127.0.0.1:{port}", 0, 2, timeout=seconds(LIMIT_S))))
+
+
+@interrupts
+def test_what_a_handler_raises_comes_out_and_one_that_raises_nothing_interrupts_nothing() -> None:
+    class Alarm(Exception):
+        pass
+
+    def handler(*_: object) -> None:
+        raise Alarm
+
+    signal.signal(signal.SIGINT, handler)
+    store = serve()
+    interrupted(lambda: store.get("never"), Alarm)
+    called: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: called.append(number))
+    threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(dist.DistStoreError, match="timeout"):
+        store.wait(["never"], seconds(0.4))
+    assert called == [signal.SIGINT]
+
+
+@interrupts
+def test_other_threads_wait_on() -> None:
+    store = serve()
+    got: list[bytes] = []
+    waiter = threading.Thread(target=lambda: got.append(store.get("late")))
+    waiter.start()
+    interrupted(lambda: store.get("never"))
+    store.set("late", "value")
+    waiter.join(LIMIT_S)
+    assert got == [b"value"]

@@ -42,7 +42,7 @@ def _stub() -> tuple[dict[str, list[list[str]]], Described]:
 
 
 def _parameters(node: Function) -> list[str]:
-    return [one.arg for one in node.args.args if one.arg != "self"]
+    return [one.arg for one in (*node.args.args, *node.args.kwonlyargs) if one.arg != "self"]
 
 
 def _signatures(function: Any) -> list[list[str]]:
@@ -50,29 +50,10 @@ def _signatures(function: Any) -> list[list[str]]:
     text = function.__doc__ or ""
     lines = [line for line in text.splitlines() if re.match(r"(\d+\. )?\w+\(.*\)( -> .*)?$", line)]
     if any(line.startswith("1. ") for line in lines):
-        lines = [line for line in lines if line[0].isdigit()]
-    return [[name for name in _names(line) if name != "self"] for line in lines]
-
-
-def _names(signature: str) -> list[str]:
-    """``a`` and ``b`` of ``f(a: dict[int, str] = {}, b: int = 3) -> None``."""
-    inside, depth, names, word = signature.partition("(")[2], 0, [], ""
-    for character in inside:
-        if depth == 0 and character in ",)":
-            names.append(re.split("[:=]", word)[0].strip())
-            word = ""
-            if character == ")":
-                break
-            continue
-        depth += {"(": 1, "[": 1, "{": 1, "<": 1, ")": -1, "]": -1, "}": -1, ">": -1}.get(character, 0)
-        word += character
-    return [name for name in names if name]
-
-
-def test_signatures_are_read() -> None:
-    signature = "f(self: a.B, x: dict[int, tuple[str, int]] = {1: 2}, *, y: object = <C object>) -> None"
-    assert _names(signature) == ["self", "x", "*", "y"]
-    assert _names("f() -> None") == []
+        lines = [line.split(". ", 1)[1] for line in lines if line[0].isdigit()]
+    # A default value without a literal is written as <C object>.
+    code = "\n".join(f"def {re.sub('<[^<>]*>', 'None', line)}: ..." for line in lines)
+    return [_parameters(node) for node in ast.parse(code).body if isinstance(node, Function)]
 
 
 def test_the_stub_has_every_name_of_the_native_module_and_no_other() -> None:

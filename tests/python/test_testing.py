@@ -13,6 +13,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -209,19 +210,6 @@ def running(pid: int) -> bool:
         return False
 
 
-class Marked:
-    """The part of a test file that carries the mark."""
-
-    nodeid = "test_it.py::test_it"
-
-    def __init__(self, mark: pytest.MarkDecorator) -> None:
-        self.mark = mark.mark
-
-    def get_closest_marker(self, name: str) -> pytest.Mark:
-        """The mark."""
-        return self.mark
-
-
 @pytest.mark.parametrize(
     ("mark", "said"),
     [
@@ -233,39 +221,15 @@ class Marked:
     ],
 )
 def test_wrong_marks_say_what_is_right(mark: pytest.MarkDecorator, said: str) -> None:
+    item = Mock(nodeid="test_it.py::test_it", get_closest_marker=lambda _: mark.mark)
     with pytest.raises(pytest.UsageError) as caught:
-        torch_symm_pytest.settings(Marked(mark))
+        torch_symm_pytest.settings(item)
     assert said in str(caught.value) and "ranks(n, *, backend='symm'" in str(caught.value)
 
 
-@pytest.mark.slow
-def test_what_cannot_run_on_ranks_is_refused(tmp_path: Path) -> None:
+def test_the_warm_process_is_not_what_other_tests_made_of_pytest_and_some_tests_cannot_use_it(tmp_path: Path) -> None:
     body = """
     import unittest
-
-    class TestCase(unittest.TestCase):
-        @pytest.mark.ranks(2)
-        def test_it(self): pass
-
-    @pytest.mark.ranks(2)
-    async def test_coroutine(): pass
-
-    def test_unmarked(rank): pass
-
-    @pytest.fixture
-    def early(rank):
-        return [1, 2][rank]
-
-    @pytest.mark.ranks(2)
-    def test_early(early): pass
-    """
-    code, text = pytest_on(tmp_path, body)
-    assert code != 0 and "WarmMultiProcessTestCase" in text and "asyncio.run" in text, text
-    assert "rank is for tests with @pytest.mark.ranks(n)" in text and "only the test has a rank" in text, text
-
-
-def test_the_warm_process_is_not_what_other_tests_made_of_pytest(tmp_path: Path) -> None:
-    body = """
     STATE = []
 
     def test_first():
@@ -286,12 +250,30 @@ def test_the_warm_process_is_not_what_other_tests_made_of_pytest(tmp_path: Path)
     def test_after():
         dist.barrier()
 
+    class TestCase(unittest.TestCase):
+        @pytest.mark.ranks(2)
+        def test_it(self): pass
+
+    @pytest.mark.ranks(2)
+    async def test_coroutine(): pass
+
+    def test_unmarked(rank): pass
+
+    @pytest.fixture
+    def early(rank):
+        return [1, 2][rank]
+
+    @pytest.mark.ranks(2)
+    def test_early(early): pass
+
     @pytest.mark.ranks(2)
     def test_ends_the_run():
         dist.barrier()
     """
     code, text = pytest_on(tmp_path, body)
     assert code == 1 and outcomes(text).items() >= {"failed": 1, "passed": 4}.items(), text
+    assert "WarmMultiProcessTestCase" in text and "asyncio.run" in text, text
+    assert "rank is for tests with @pytest.mark.ranks(n)" in text and "only the test has a rank" in text, text
     assert "the warm process, which makes fixtures and forks ranks, ended with -9" in text, text
 
 
@@ -316,15 +298,14 @@ def test_workers_of_xdist_run_marked_tests(tmp_path: Path) -> None:
 
 
 def test_without_a_marked_test_nothing_is_imported_and_nothing_is_forked(tmp_path: Path) -> None:
-    file = tmp_path / "test_plain.py"
-    file.write_text(
-        "import os, pathlib, sys\n"
-        "def test_it():\n"
-        "    assert 'torch' not in sys.modules and 'torch_symm' not in sys.modules\n"
-        "    assert 'torch_symm_pytest' in sys.modules\n"
-        "    assert pathlib.Path(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read_text() == ''\n"
-    )
-    command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", str(file)]
+    (tmp_path / "test_plain.py").write_text("""
+import os, pathlib, sys
+def test_it():
+    assert 'torch' not in sys.modules and 'torch_symm' not in sys.modules
+    assert 'torch_symm_pytest' in sys.modules
+    assert pathlib.Path(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read_text() == ''
+""")
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", "test_plain.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -375,19 +356,18 @@ class TestIt(WarmMultiProcessTestCase):
     def test_dead(self):
         if self.rank == 0:
             os._exit(3)
+
+from torch.testing._internal import common_distributed
+common_distributed.TIMEOUT_OVERRIDE["test_hang"] = 1
+result = unittest.main(exit=False).result
+for verdict in ("errors", "failures", "skipped"):
+    print(verdict, *sorted(case._testMethodName for case, _ in getattr(result, verdict)))
 """
 
 
 @pytest.mark.slow
 def test_torchs_case_class_keeps_its_verdicts(tmp_path: Path) -> None:
-    (tmp_path / "case.py").write_text(
-        CASE
-        + "\nfrom torch.testing._internal import common_distributed\n"
-        + "common_distributed.TIMEOUT_OVERRIDE['test_hang'] = 1\n"
-        + "result = unittest.main(exit=False).result\n"
-        + "for verdict in ('errors', 'failures', 'skipped'):\n"
-        + "    print(verdict, *sorted(case._testMethodName for case, _ in getattr(result, verdict)))\n"
-    )
+    (tmp_path / "case.py").write_text(CASE)
     command = [sys.executable, str(tmp_path / "case.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     verdicts = ["errors test_hang test_wrong", "failures test_dead", "skipped test_gpus test_skip"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from ranks import run_ranks
-from test_testing import pytest_on, running
+from test_testing import HEAD, pytest_on, running
 
 KINDS = """
 import asyncio, functools, unittest, warnings
@@ -107,7 +107,7 @@ def pytest_runtest_logreport(report):
     if hasattr(report, "context") and not report.failed:
         return  # of a subtest: reported beside the test, never instead of it
     word = "x" * hasattr(report, "wasxfail") + report.outcome
-    kept.setdefault(report.nodeid.partition("::")[2], []).append(word)
+    kept.setdefault(report.nodeid, []).append(word)
 def pytest_sessionfinish(session):
     order = ["failed", "xpassed", "xskipped", "skipped", "passed"]
     json.dump({n: min(found, key=order.index) for n, found in kept.items()}, open("verdicts.json", "w"))
@@ -115,15 +115,17 @@ def pytest_sessionfinish(session):
 
 
 def test_every_kind_of_test_has_the_verdict_that_it_has_without_the_mark(tmp_path: Path) -> None:
-    found = {}
     body = KINDS + (SUBTESTS if hasattr(pytest, "Subtests") else "")
     (tmp_path / "conftest.py").write_text(VERDICTS)
-    for name, mark in (("without", ""), ("with", "pytestmark = pytest.mark.ranks(2, backend=None)\n")):
-        code, text = pytest_on(tmp_path, mark + body)
-        assert code == 1, text
-        found[name] = json.loads((tmp_path / "verdicts.json").read_text())
-    assert found["without"] == found["with"], text
-    assert set(found["with"].values()) == {"failed", "xpassed", "xskipped", "skipped", "passed"}
+    (tmp_path / "test_without.py").write_text(HEAD + body)
+    code, text = pytest_on(tmp_path, "pytestmark = pytest.mark.ranks(2, backend=None)\n" + body, "test_without.py")
+    assert code == 1, text
+    found: dict[str, dict[str, str]] = {"test_it.py": {}, "test_without.py": {}}
+    for name, verdict in json.loads((tmp_path / "verdicts.json").read_text()).items():
+        file, _, test = name.partition("::")
+        found[file][test] = verdict
+    assert found["test_without.py"] == found["test_it.py"], text
+    assert set(found["test_it.py"].values()) == {"failed", "xpassed", "xskipped", "skipped", "passed"}
     assert "cannot run a coroutine" in text and "runs no coroutine" in text and "xfail with raises" in text, text
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,67 +24,41 @@ def needs(name: str, owner: Any = dist) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not hasattr(owner, name), reason=f"torch {torch.__version__} has no {name}")
 
 
+def ended(work: Any) -> None:
+    """Waits for the work of an asynchronous call."""
+    if work is not None:
+        work.wait()
+
+
 def single_collectives(rank: int, world: int) -> None:
     parts = torch.arange(4.0) + 10 * rank
     everything = torch.cat([torch.arange(4.0) + 10 * other for other in range(world)])
-    for work in (False, True):
-        gathered = torch.empty(4 * world)
-        done = dist.all_gather_single(gathered, parts, async_op=work)
-        if work:
-            done.wait()
+    for asynchronous in (False, True):
+        gathered, mine = torch.empty(4 * world), torch.empty(4)
+        ended(dist.all_gather_single(gathered, parts, async_op=asynchronous))
         assert torch.equal(gathered, everything)
-        mine = torch.empty(4)
-        done = dist.reduce_scatter_single(mine, everything, async_op=work)
-        if work:
-            done.wait()
-        assert torch.equal(mine, world * (torch.arange(4.0) + 10 * rank))
+        ended(dist.reduce_scatter_single(mine, everything, async_op=asynchronous))
+        assert torch.equal(mine, world * parts)
     refused = torch.empty(4 * world + 1)
     with pytest.raises(ValueError, match="must be equal to world_size times"):
         dist.all_gather_single(refused, parts)
 
 
-@needs("all_gather_single")
-def test_the_canonical_names_of_collectives_on_one_tensor() -> None:
-    run_ranks(single_collectives, WORLD)
-
-
 def gathered_at_root(rank: int, world: int) -> None:
-    for root in range(world):
-        for work in (False, True):
-            # A tensor that is not contiguous, and a stack of such tensors.
-            mine = (torch.arange(6) + 10 * rank).reshape(2, 3).t()
-            target = torch.empty(world, 3, 2, dtype=torch.int64) if rank == root else None
-            done = dist.gather_single(mine, target, dst=root, async_op=work)
-            if work:
-                done.wait()
-            if target is not None:
-                assert torch.equal(
-                    target, torch.stack([(torch.arange(6) + 10 * r).reshape(2, 3).t() for r in range(world)])
-                )
+    # A tensor that is not contiguous, and a stack of such tensors.
+    parts = [(torch.arange(6) + 10 * r).reshape(2, 3).t() for r in range(world)]
+    for root, asynchronous in product(range(world), (False, True)):
+        target = torch.empty(world, 3, 2, dtype=torch.int64) if rank == root else None
+        ended(dist.gather_single(parts[rank], target, dst=root, async_op=asynchronous))
+        assert target is None or torch.equal(target, torch.stack(parts))
+    # Too little room: the ranks that wait hear of it.
+    errors = (ValueError, RuntimeError)
+    with suppress(*errors) if rank else pytest.raises(errors, match="must be equal to world_size times"):
+        dist.gather_single(torch.ones(2), None if rank else torch.empty(2 * world + 1), dst=0)
 
 
-def gathered_into_too_little(rank: int, world: int) -> str:
-    target = torch.empty(2 * world + 1) if rank == 0 else None
-    try:
-        dist.gather_single(torch.ones(2), target, dst=0, async_op=False)
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return "gathered"
-
-
-@needs("gather_single")
-def test_gather_into_one_tensor() -> None:
-    run_ranks(gathered_at_root, WORLD)
-
-
-@needs("gather_single")
-def test_a_refused_gather_is_told_to_all_who_wait() -> None:
-    root, *_ = run_ranks(gathered_into_too_little, WORLD)
-    assert "must be equal to world_size times" in root
-
-
-def hooked(rank: int, world: int) -> list[str]:
-    """Names of the calls that a pair of hooks received."""
+def hooked(rank: int, world: int) -> None:
+    """A pair of hooks receives the calls between their registration and its end."""
     told: list[str] = []
     group = dist.group.WORLD
     assert group is not None
@@ -92,73 +69,57 @@ def hooked(rank: int, world: int) -> list[str]:
     group.unregister_pre_hook(7)
     group.unregister_post_hook(7)
     dist.all_reduce(torch.ones(3))
-    return told
+    assert [line.lower().replace("_", "") for line in told] == [
+        *("before allreduce", "after allreduce", "before barrier", "after barrier")
+    ]
 
 
-@needs("register_pre_hook", dist.ProcessGroup)
-def test_hooks_of_a_group_hear_of_its_calls() -> None:
-    for told in run_ranks(hooked, WORLD):
-        assert [line.lower().replace("_", "") for line in told] == [
-            *("before allreduce", "after allreduce", "before barrier", "after barrier")
-        ]
-
-
-def not_a_number(rank: int, world: int) -> str:
+def not_a_number(rank: int, world: int) -> None:
     values = torch.ones(3)
     dist.all_reduce(values)
     values[1] = float("nan")
-    try:
+    with pytest.raises(RuntimeError, match=r"(?i)nan"):
         dist.all_reduce(values)
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
 
 
-@needs("NanCheckHook", torch._C._distributed_c10d)
-def test_torchs_check_for_nan_works() -> None:
-    for said in run_ranks(not_a_number, WORLD, env={"TORCH_DIST_NAN_CHECK": "1"}):
-        assert "nan" in said.lower()
-
-
-def recorded(rank: int, world: int) -> int:
-    """Number of groups to which torch's flight recorder is attached."""
+def recorded(rank: int, world: int) -> None:
+    """torch's flight recorder is attached to groups only where a program asks for it."""
     dist.new_group()
     dist.all_reduce(torch.ones(3))
-    return len(dist.distributed_c10d._world.pg_flight_recorder_hooks)
+    attached = len(dist.distributed_c10d._world.pg_flight_recorder_hooks)
+    assert attached == (2 if "TORCH_FR_BUFFER_SIZE" in os.environ else 0)
 
 
-RECORDS = needs("_FR_SELF_RECORDING_BACKENDS", dist.distributed_c10d)
-
-
-@RECORDS
-@pytest.mark.parametrize(("env", "attached"), [({}, 0), ({"TORCH_FR_BUFFER_SIZE": "100"}, 2)])
-def test_torchs_recorder_comes_only_where_a_program_asks_for_it(env: dict[str, str], attached: int) -> None:
-    assert run_ranks(recorded, WORLD, env=env) == [attached] * WORLD
-
-
-def beside(rank: int, world: int, other: str) -> None:
-    """Groups of symm and of one of torch's own backends, alternately."""
-    group = dist.new_group(backend=other)
+def beside(rank: int, world: int) -> None:
+    """torch 2.14 turned its own backends into plug-ins: groups of symm and of gloo, alternately, then one of both."""
+    other = dist.new_group(backend="gloo")
+    mixed = dist.new_group(backend="cpu:symm,cuda:gloo")
+    assert mixed._get_backend(torch.device("cpu")).name() == "symm"
     for value in (1.0, 2.0):
-        for chosen in (None, group):
+        for group in (None, other, mixed):
             tensor = torch.full((5,), value)
-            dist.all_reduce(tensor, group=chosen)
+            dist.all_reduce(tensor, group=group)
             assert tensor.tolist() == [value * world] * 5
 
 
-def mixed(rank: int, world: int, _: str) -> None:
-    """One group that has gloo for one device and symm for the other."""
-    group = dist.new_group(backend="cpu:symm,cuda:gloo")
-    assert group._get_backend(torch.device("cpu")).name() == "symm"
-    tensor = torch.ones(2)
-    dist.all_reduce(tensor, group=group)
-    assert tensor.tolist() == [world] * 2
+checks_nan = needs("NanCheckHook", torch._C._distributed_c10d)
+records = needs("_FR_SELF_RECORDING_BACKENDS", dist.distributed_c10d)
 
 
-@pytest.mark.parametrize("body", [beside, mixed])
-def test_beside_backends_of_torch(body: Callable[..., None]) -> None:
-    """torch 2.14 turned its own backends into plug-ins."""
-    run_ranks(body, WORLD, "gloo")
+@pytest.mark.parametrize(
+    ("body", "env"),
+    [
+        pytest.param(single_collectives, {}, marks=needs("all_gather_single")),
+        pytest.param(gathered_at_root, {}, marks=needs("gather_single")),
+        pytest.param(hooked, {}, marks=needs("register_pre_hook", dist.ProcessGroup)),
+        pytest.param(not_a_number, {"TORCH_DIST_NAN_CHECK": "1"}, marks=checks_nan),
+        pytest.param(recorded, {}, marks=records),
+        pytest.param(recorded, {"TORCH_FR_BUFFER_SIZE": "100"}, marks=records),
+        (beside, {}),
+    ],
+)
+def test_a_feature(body: Callable[..., None], env: dict[str, str]) -> None:
+    run_ranks(body, WORLD, env=env)
 
 
 def seconds(work: Any) -> float:
@@ -221,18 +182,12 @@ def timeouts(rank: int, world: int) -> None:
 
     # Each call takes longer than the group's timeout, and not longer than the extended one.
     backend.set_timeout(timedelta(seconds=1))
-    for late in (lambda: dist.all_reduce(torch.ones(2), group=group), lambda: messages(group)):
+    message = dist.send if rank else dist.recv
+    for late in (lambda: dist.all_reduce(torch.ones(2), group=group), lambda: message(torch.ones(2), other, group)):
         group._add_ephemeral_timeout(timedelta(seconds=60))
         if rank == 1:
             time.sleep(1.5)
         late()
-
-
-def messages(group: Any) -> None:
-    if dist.get_rank() == 0:
-        dist.recv(torch.zeros(2), 1, group=group)
-    else:
-        dist.send(torch.zeros(2), 0, group=group)
 
 
 @pytest.mark.timed
@@ -254,19 +209,20 @@ def not_offered(rank: int, world: int) -> None:
     # Every way to request a group whose members can change.
     options: Any = torch_symm.Options(timedelta(seconds=20))
     options.enable_reconfigure = True
-    match = "members of a group of symm never change"
-    with pytest.raises(torch_symm.SymmConfigError, match=match):
-        dist.new_group(pg_options=options)
-    with pytest.raises(torch_symm.SymmConfigError, match=match):
-        torch_symm.ProcessGroupSymm(file_store("by hand", world), rank, world, options)
-    with pytest.raises(torch_symm.SymmConfigError, match=match):
-        backend.split(file_store("split", world), [0, 1], options)
-    meet("refused", rank, world)
-    dist.destroy_process_group()
-    with pytest.raises(torch_symm.SymmConfigError, match=match):
-        dist.init_process_group(
+    ways: list[Callable[[], object]] = [
+        lambda: dist.new_group(pg_options=options),
+        lambda: torch_symm.ProcessGroupSymm(file_store("by hand", world), rank, world, options),
+        lambda: backend.split(file_store("split", world), [0, 1], options),
+        lambda: dist.init_process_group(
             "symm", store=file_store("again", world), rank=rank, world_size=world, enable_reconfigure=True
-        )
+        ),
+    ]
+    for number, way in enumerate(ways):
+        if number == 3:
+            meet("refused", rank, world)
+            dist.destroy_process_group()
+        with pytest.raises(torch_symm.SymmConfigError, match="members of a group of symm never change"):
+            way()
     assert not dist.is_initialized()
     dist.init_process_group("symm", store=file_store("again", world), rank=rank, world_size=world)
     dist.barrier()

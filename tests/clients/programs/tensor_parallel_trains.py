@@ -33,6 +33,7 @@ for _ in range(3):
     optimizer.step()
     optimizer.zero_grad()
     losses.append(loss.detach())
+assert losses[-1] < losses[0] and split
 whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
-tell(torch.nn.ParameterList(p.detach() for p in whole), [*losses, torch.tensor(float(len(split)))])
+tell(torch.nn.ParameterList(p.detach() for p in whole), losses)
 dist.destroy_process_group()
