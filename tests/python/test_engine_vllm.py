@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch_symm.compile._quantized  # noqa: F401 - once here, because it takes seconds in each rank
 import vllm_doubles
 from norm_reference import numbers, reference, same_bits
 from vllm_doubles import EPS, communicator, vllm_package  # noqa: F401
