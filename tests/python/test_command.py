@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch_symm
 from torch_symm import __main__ as entry
 from torch_symm.tools.bench.record import read
-from torch_symm.tools.command import closest, named
 from torch_symm.tools.tune import profile
 
 #: Options that take a duration or another positive number, options that take a count, and invalid values.
@@ -65,6 +64,7 @@ def test_all_commands_are_listed_and_others_refused(capsys: pytest.CaptureFixtur
         ("doctor now", "there is no argument now"),
         ("bench al_reduce", "no operation 'al_reduce'; did you mean all_reduce?"),
         ("bench -d f31", "no type 'f31'; did you mean f32?"),
+        ("bench -d zzz", "no type 'zzz'; there are "),
         ("bench -o summ", "no reduction 'summ'; did you mean sum?"),
         ("bench -b 8x", "not a size: '8x'"),
         ("bench -b 8 -e 4", "-e 4 is below -b 8"),
@@ -104,14 +104,6 @@ def test_errors_say_what_to_type(typed: str, says: str, capsys: pytest.CaptureFi
     assert ended.value.code == 2
     assert says in said
     assert f"for example: {entry.PROGRAM} {typed.split()[0]}" in said
-
-
-def test_names_are_matched() -> None:
-    assert closest("all_reduc", ["all_reduce", "barrier"]) == "; did you mean all_reduce?"
-    assert closest("zzz", ["all_reduce"]) == ""
-    assert named("side", "gloo", ["gloo"]) == "gloo"
-    with pytest.raises(ValueError, match="no side 'x'; there are gloo, nccl"):
-        named("side", "x", ["gloo", "nccl"])
 
 
 def test_the_program_is_this_module() -> None:
