@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch_symm import __main__ as entry
-from torch_symm.tools.bench import command, cuda, with_products
-from torch_symm.tools.bench.background_load import BackgroundLoad
+from torch_symm.tools.bench import cuda, with_products
 from torch_symm.tools.bench.gpu import overlap
 from torch_symm.tools.bench.gpu.copies import builders
 from torch_symm.tools.bench.gpu.inputs import Inputs, Place, Setting
@@ -45,11 +43,8 @@ def test_chains_take_about_as_long_as_the_products() -> None:
 
 
 def test_lines_and_records() -> None:
-    figures = {
-        "symm": Figure(overlap=Overlap(200, 7000.0, 8800.0, 14960.0)),
-        "nccl": Figure(note="in a graph: lost"),
-    }
-    measured = Measured(CELL, 5, figures)
+    found = Figure(overlap=Overlap(200, 7000.0, 8800.0, 14960.0))
+    measured = Measured(CELL, 5, {"symm": found, "nccl": Figure(note="in a graph: lost")})
     lines = list(with_products.lines(measured, None))
     assert lines[0] == "# all_gather bf16" and lines[1].split()[-1] == "lost"
     assert lines[2].split() == ["16", "MB", "symm", "35.0", "200", "7.00", "8.80", "14.96", "88%"]
@@ -58,27 +53,6 @@ def test_lines_and_records() -> None:
     symm, nccl = with_products.records(measured)
     assert symm["lost"] == pytest.approx(0.88) and symm["calls"] == 200 and symm["size"] == 16 << 20
     assert nccl["note"] == "in a graph: lost" and "lost" not in nccl
-
-
-def test_it_is_parsed() -> None:
-    assert BackgroundLoad.parse("matmul") == BackgroundLoad(products=True)
-
-
-@pytest.mark.parametrize(
-    ("typed", "says"),
-    [
-        (["--device", "cpu", "--background-load", "matmul"], "needs at least two GPUs"),
-        (["--device", "cpu", "--background-load", "matmult"], "neither a number of processes"),
-        (["--device", "cuda", "-g", "2", "--background-load", "3"], "on CPU tensors only"),
-    ],
-)
-def test_what_is_rejected(
-    typed: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(SystemExit) as ended:
-        entry.main(["bench", *typed])
-    assert ended.value.code == 2 and says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("op", "trips"), [("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)])
@@ -95,16 +69,13 @@ def test_the_bound_copies_what_a_rank_receives(op: str, trips: int) -> None:
     assert target.tolist() == [0] * 16 + [9] * 16 + [2] * 16 and copied == [16, 16] * trips
 
 
-def measured_on_cpu(rows: list[Wanted]) -> list[Any]:
-    return list(cuda.run_with_products(rows, ["gloo"], cuda.How(calls=1, warmup=1, checks=1, device="cpu")))
-
-
+@pytest.mark.usefixtures("forked")
 def test_a_run_on_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CPU tensors, products and collectives run one after the other."""
     monkeypatch.setattr(overlap, "CHAIN_US", 300.0)
     monkeypatch.setattr(cuda, "PRODUCT_TURNS", 2)
     rows = [Wanted("all_gather", "bf16", "none", -1, 4 * KB, 2), Wanted("all_reduce", "f32", "sum", -1, 4 * KB, 2)]
-    cells = measured_on_cpu(rows)
+    cells: Any = list(cuda.run_with_products(rows, ["gloo"], cuda.How(calls=1, warmup=1, checks=1, device="cpu")))
     assert [cell.cell.op for cell in cells] == ["all_gather", "all_reduce"]
     for cell in cells:
         assert list(cell.figures) == ["symm", "gloo"]
@@ -128,14 +99,14 @@ def test_the_command(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(cuda, "run_with_products", run)
     path = tmp_path / "load.json"
-    typed = ["--sizes", "16M", "-d", "bf16", "--background-load", "matmul", "--against", "torch", "--json", str(path)]
-    parser = command.parser()
-    given = parser.parse(["all_gather", "--device", "cuda", *typed])
-    assert isinstance(given, argparse.Namespace)
-    assert command.run(parser, given) == (0 if complete else 1)
+    typed = ["bench", "all_gather", "--device", "cuda", "--sizes", "16M", "-d", "bf16", "--against", "torch"]
+    assert entry.main([*typed, "--background-load", "matmul", "--json", str(path)]) == (0 if complete else 1)
     said = capsys.readouterr().out
     assert "# background load: matmul" in said and "# left out: nccl: not built" in said
     assert ("88%" in said) == complete and ("# symm: timed out" in said) != complete
     found = json.loads(path.read_text())
     assert found["absent"][0]["side"] == "nccl" and found["failure"] is None
     assert ("lost" in found["rows"][0]) == complete
+    with pytest.raises(SystemExit):
+        entry.main([*typed, "--background-load", "3"])
+    assert "on CPU tensors only" in capsys.readouterr().err

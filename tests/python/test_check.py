@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from expected import reduced as expected_reduction
-from ranks import run_ranks
 from torch_symm import __main__ as entry
 from torch_symm._torch_compat import set_timeout
 from torch_symm.tools.check import command, faults
@@ -52,32 +51,28 @@ def test_one_wrong_element_is_found(dtype: torch.dtype) -> None:
     assert str(difference(wrong, right)).startswith("element 17 of 40 is ")
 
 
-def with_a_broken_call(rank: int, world: int, name: str, op: str) -> str | None:
-    sound = getattr(dist, name)
+@pytest.mark.ranks(2)
+def test_wrong_results_and_writes_beside_tensors_are_found(rank: int) -> None:
+    """The calls write zero to the last element, or to the one before the tensor."""
 
-    def broken(tensor: torch.Tensor, *given: object, **options: object) -> object:
-        work = sound(tensor, *given, **options)
-        if work is not None:
-            work.wait()
-        # The element before the tensor, which its memory includes.
-        beside = tensor.as_strided((1,), (1,), tensor.storage_offset() - 1)
-        (tensor[-1:] if op != "beside" else beside).zero_()
-        return None
+    def broken(sound: Any, place: int) -> Any:
+        def call(tensor: torch.Tensor, *given: object, **options: object) -> None:
+            work = sound(tensor, *given, **options)
+            if work is not None:
+                work.wait()
+            tensor.as_strided((1,), (1,), tensor.storage_offset() + place).zero_()
 
-    setattr(dist, name, broken)
-    group = dist.group.WORLD
-    assert group is not None
-    case = Case("all_reduce" if op == "beside" else op, torch.float32, "SUM" if name == "all_reduce" else "", 17, 5)
-    return Exercise(case, rank, world, group, torch.device("cpu")).finding()
+        return call
 
-
-def test_wrong_results_and_writes_beside_tensors_are_found() -> None:
-    for finding in run_ranks(with_a_broken_call, 2, "all_reduce", "all_reduce"):
-        assert finding.startswith("element 16 of 17 is 0.0, should be ")
-    for finding in run_ranks(with_a_broken_call, 2, "broadcast", "broadcast"):
-        assert finding.startswith("element 16 of 17 is 0.0, should be ")
-    for finding in run_ranks(with_a_broken_call, 2, "all_reduce", "beside"):
-        assert finding == "the element beside a tensor was written"
+    found = []
+    for op, place in (("all_reduce", 16), ("broadcast", 16), ("all_reduce", -1)):
+        case = Case(op, torch.float32, "SUM" if op == "all_reduce" else "", 17, 5)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, op, broken(getattr(dist, op), place))
+            found.append(Exercise(case, rank, 2, dist.group.WORLD, torch.device("cpu")).finding())
+    *wrong, beside = found
+    assert all(finding.startswith("element 16 of 17 is 0.0, should be ") for finding in wrong)
+    assert beside == "the element beside a tensor was written"
 
 
 def test_faults_are_judged_by_exception_and_name() -> None:
@@ -93,9 +88,8 @@ def test_a_check_says_what_it_checked(capsys: pytest.CaptureFixture[str]) -> Non
     assert entry.main(["check", "--quick", "--ranks", "2", "--ops", "all_reduce,send_recv,barrier", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] and found["findings"] == [] and found["left"] == 0
-    assert {(row["op"], row["ranks"]) for row in found["calls"]} == {
-        (op, 2) for op in ("all_reduce", "send_recv", "barrier")
-    }
+    calls = {(row["op"], row["ranks"]) for row in found["calls"]}
+    assert calls == {(op, 2) for op in ("all_reduce", "send_recv", "barrier")}
     assert len(found["covered"]["all_reduce"]["dtypes"]) == len(DTYPES)
     assert found["covered"]["send_recv"]["redops"] == [] and found["covered"]["barrier"]["counts"] == []
     assert sum(row["calls"] for row in found["calls"]) == 3 * len(PAIRS) + 3 * len(DTYPES) + 4
@@ -137,13 +131,9 @@ def test_what_time_does_not_allow_is_said(capsys: pytest.CaptureFixture[str]) ->
     assert "calls were left out, since the time was over" in capsys.readouterr().out
 
 
-def timed(rank: int, world: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(dist, "set_timeout", raising=False)
-        set_timeout(timedelta(seconds=3))
+@pytest.mark.ranks(2)
+def test_the_timeout_of_faults_is_set_where_torch_has_no_function_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(dist, "set_timeout", raising=False)
+    set_timeout(timedelta(seconds=3))
     group: Any = dist.group.WORLD
     assert group._get_backend(torch.device("cpu")).options.timeout == timedelta(seconds=3)
-
-
-def test_the_timeout_of_faults_is_set_where_torch_has_no_function_for_it() -> None:
-    run_ranks(timed, 2)

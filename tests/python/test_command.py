@@ -13,12 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from ranks import run_ranks
 from torch_symm import __main__ as entry
-from torch_symm._live import files
-from torch_symm.tools import trace
 from torch_symm.tools.bench.record import read
-from torch_symm.tools.command import closest, named
 from torch_symm.tools.tune import profile
 
 #: Options that take a duration or another positive number, options that take a count, and invalid values.
@@ -27,7 +23,8 @@ COUNTS = ("topo --ranks", "tune --ranks", "tune --redistribution", "doctor --ran
 #: Options that take a count or 0.
 WHOLE = ("bench -w", "bench -c", "bench -G", "bench -r")
 SIZES = ("bench -b", "tune --largest")
-ODD = ("-1", "0", "nan", "inf", "-inf", "1e300", "9" * 5000, "x")
+LOAD = "a number of processes up to 9999 nor 'loader'"
+ODD = ("0", "-1", "nan", "inf", "-inf", "1e300", "9" * 5000, "x")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -46,25 +43,18 @@ def test_help_has_examples_that_can_be_parsed(name: str, capsys: pytest.CaptureF
         command.parser().parse(line[line.index(name) + 1 :])
 
 
-def test_all_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_commands_are_listed_and_others_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert entry.main(["--help"]) == 0
     said = capsys.readouterr().out
-    assert [line.split()[0] for line in said.splitlines() if line.startswith("  ")][: len(entry.COMMANDS)] == list(
-        entry.COMMANDS
-    )
-
-
-@pytest.mark.parametrize(
-    ("typed", "says"),
-    [
+    listed = [line.split()[0] for line in said.splitlines() if line.startswith("  ")]
+    assert listed[: len(entry.COMMANDS)] == list(entry.COMMANDS)
+    for typed, says in (
         (["docter"], "there is no command 'docter'; did you mean doctor?"),
         (["xyz"], "commands: hello, run, doctor, "),
         ([], "usage: "),
-    ],
-)
-def test_other_commands_are_refused(typed: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert entry.main(typed) == 2
-    assert says in capsys.readouterr().err
+    ):
+        assert entry.main(typed) == 2
+        assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -74,6 +64,7 @@ def test_other_commands_are_refused(typed: list[str], says: str, capsys: pytest.
         ("doctor now", "there is no argument now"),
         ("bench al_reduce", "no operation 'al_reduce'; did you mean all_reduce?"),
         ("bench -d f31", "no type 'f31'; did you mean f32?"),
+        ("bench -d zzz", "no type 'zzz'; there are "),
         ("bench -o summ", "no reduction 'summ'; did you mean sum?"),
         ("bench -b 8x", "not a size: '8x'"),
         ("bench -b 8 -e 4", "-e 4 is below -b 8"),
@@ -89,14 +80,18 @@ def test_other_commands_are_refused(typed: list[str], says: str, capsys: pytest.
         ("check --ops all_reduc", "no collective 'all_reduc'; did you mean all_reduce?"),
         *((f"{option}={value}", f"'{value}' is not a number above 0") for option in SECONDS for value in ODD),
         *((f"{option}={value}", f"'{value}' is not a whole number") for option in COUNTS for value in (*ODD, "1.5")),
-        *(
-            (f"{option}={value}", f"'{value}' is not a whole number")
-            for option in WHOLE
-            for value in ODD
-            if value != "0"
-        ),
+        *((f"{option}={value}", f"'{value}' is not a whole number") for option in WHOLE for value in ODD[1:]),
         *((f"bench -g={value}", f"'{value}' is not a number of ranks") for value in (*ODD, "1", "129")),
-        *((f"{option}={value}", "not a size") for option in SIZES for value in ("²", "9999999999G", *ODD)),
+        *((f"{option}={value}", "not a size") for option in SIZES for value in ("²", "9999999999G", "K", "1.5M", *ODD)),
+        *((f"bench --device cpu --sizes=8,{value}", "not a size") for value in (*ODD, "", "²")),
+        *((f"bench --background-load={value}", f"neither {LOAD}") for value in ("10000", "-1", "2.5", "x", "", "²")),
+        ("bench --device cpu --background-load matmul", "needs at least two GPUs"),
+        ("bench --background-load loaders", f"neither {LOAD}"),
+        ("tune --ops sum", "no price for 'sum'"),
+        ("tune --largest 1K", "at least 2048 bytes"),
+        ("tune --device cpu --ranks 1", "--ranks"),
+        ("tune --draw check.json", "say where with --plot"),
+        *([] if torch.cuda.device_count() > 1 else [("tune --device cuda", "--device cuda: needs at least 2 GPUs")]),
         ("tune --ranks 129 --device cpu", "at most 128"),
         ("check --ranks 1", "groups of 2 to 8 ranks"),
         ("check --ranks two", "'two' are no numbers of ranks"),
@@ -111,14 +106,6 @@ def test_errors_say_what_to_type(typed: str, says: str, capsys: pytest.CaptureFi
     assert f"for example: {entry.PROGRAM} {typed.split()[0]}" in said
 
 
-def test_names_are_matched() -> None:
-    assert closest("all_reduc", ["all_reduce", "barrier"]) == "; did you mean all_reduce?"
-    assert closest("zzz", ["all_reduce"]) == ""
-    assert named("side", "gloo", ["gloo"]) == "gloo"
-    with pytest.raises(ValueError, match="no side 'x'; there are gloo, nccl"):
-        named("side", "x", ["gloo", "nccl"])
-
-
 def test_the_program_is_this_module() -> None:
     # The oldest supported Python cannot read TOML.
     found = re.search(r'^torch-symm = "(.*):(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
@@ -127,65 +114,14 @@ def test_the_program_is_this_module() -> None:
     assert getattr(import_module(module), function) is entry.main
 
 
-def test_traces_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = torch_symm.dump_trace(tmp_path / "trace-1-rank0.json")
-    parser = trace.parser()
-    assert trace.run(parser, parser.parse(["--json", path])) == 0
-    assert "groups" in json.loads(capsys.readouterr().out)
-
-
-def test_one_corrupt_trace_is_named_and_the_others_are_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    good = {
-        "format": "torch-symm trace", "version": 1, "host": "here", "boot_id": "b", "pid": 1, "written_ns": 1,
-        "calls_made": 1, "calls_kept": 1, "groups": [], "calls": [],
-    }  # fmt: skip
-    text = json.dumps(good)
-    odd = [text.replace('"written_ns": 1', f'"written_ns": {value}') for value in ("1e999", "NaN", "1" + "0" * 400)]
-    odd += [text[:40], "[" * 100_000, "7", text.replace('"groups": []', '"groups": {"a": 1}')]
-    (tmp_path / "trace-1-rank0.json").write_text(text)
-    for number, content in enumerate(odd, 2):
-        (tmp_path / f"trace-{number}-rank0.json").write_text(content)
-    assert entry.main(["trace", str(tmp_path), "--json"]) == 2
-    said = capsys.readouterr()
-    assert json.loads(said.out) == {"groups": []}
-    assert all(f"trace-{number}-rank0.json: " in said.err for number in range(2, 2 + len(odd))), said.err
-
-
-@pytest.mark.parametrize(
-    ("typed", "says"),
-    [
-        *((f"--sizes=8,{value}", "not a size") for value in (*ODD, "", "²")),
-        *(
-            (f"--background-load={value}", "neither a number of processes up to 9999 nor")
-            for value in ("10000", "-1", "x", "²")
-        ),
-    ],
-)
-def test_bench_refuses_odd_sizes_and_processes(typed: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        entry.main(["bench", "--device", "cpu", typed])
-    assert says in capsys.readouterr().err
-
-
-#: Content that is valid JSON but not a run, a check or a profile.
-NOT_THAT = (
-    b"",
-    b"7",
-    b"[1]",
-    b'{"rows": [',
-    b"[" * 100_000,
-    b"\xff\xfe",
-    b'{"groups": []}',
-    b'{"rows": [1], "points": [1]}',
-)
+#: Content that is not a run, a check or a profile.
+NOT_THAT = ["", "7", "[1]", '{"rows": [', "[" * 100_000, "\xff\xfe", '{"groups": []}', '{"rows": [1], "points": [1]}']
 
 
 def test_corrupt_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "file.json"
     for content in NOT_THAT:
-        path.write_bytes(content)
+        path.write_text(content, encoding="latin-1")
         with pytest.raises(ValueError, match=r"--draw: .*file\.json holds no run"):
             read(path)
         with pytest.raises(SystemExit):
@@ -220,12 +156,6 @@ def test_numbers_of_a_drawn_run_are_checked(tmp_path: Path, capsys: pytest.Captu
         assert "is not a number from 0" in capsys.readouterr().err
 
 
-def test_top_skips_files_of_no_process(tmp_path: Path) -> None:
-    (tmp_path / "stats-².json").touch()
-    (tmp_path / "stats-x.json").touch()
-    assert files.newest(tmp_path) is None
-
-
 def test_help_shows_every_public_name() -> None:
     said = pydoc.plain(pydoc.render_doc(torch_symm))
     missing = [name for name in torch_symm.__all__ if name != "__version__" and name not in said]
@@ -233,31 +163,30 @@ def test_help_shows_every_public_name() -> None:
     assert set(torch_symm.__all__) <= set(dir(torch_symm))
 
 
-def described(rank: int, world: int) -> tuple[str, str, str, str]:
+@pytest.mark.ranks(3, group_timeout=50)
+def test_a_group_is_described_with_its_algorithms(rank: int) -> None:
     own = dist.group.WORLD._get_backend(torch.device("cpu"))
-    pair = dist.new_group([0, 1], backend="symm")
+    pair = dist.new_group([1, 2], backend="symm")
     alone = dist.new_group([rank], backend="symm", use_local_synchronization=True)
     assert torch_symm.describe() == torch_symm.describe(dist.group.WORLD) == torch_symm.describe(own)
     with pytest.raises(ValueError, match="no tensors of this group are served by symm"):
         torch_symm.describe(dist.new_group(backend="gloo"))
-    # Gloo's connections end with a rank, so this waits until all ranks are connected.
-    dist.barrier()
-    return torch_symm.describe(), repr(own), torch_symm.describe(pair) if rank < 2 else "", torch_symm.describe(alone)
+    first, device, *rows = torch_symm.describe().splitlines()
+    assert first == repr(own) and device == "  cpu:"
+    assert first == f"<torch_symm.ProcessGroupSymm 'default': rank {rank} of 3, on cpu, timeout 50 s>"
+    table = {row.split()[0]: row.split(maxsplit=1)[1] for row in rows}
+    assert set(table) == {"all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast"}
+    # The value of INLINE_BYTES in src/mem/layout.rs.
+    assert table["all_reduce"].startswith("inline to 8160 bytes, staged to ")
+    assert all(row.endswith("staged_streaming") for row in table.values())
+    assert torch_symm.describe(alone).endswith("alone: nothing moves")
+    if rank:
+        assert f"rank {rank - 1} of 2, global ranks [1, 2], on cpu" in torch_symm.describe(pair)
 
 
-def test_a_group_is_described_with_its_algorithms() -> None:
-    results = run_ranks(described, 3)
-    for rank in range(3):
-        whole, own, pair, alone = results[rank]
-        first, device, *rows = whole.splitlines()
-        assert first == own and device == "  cpu:"
-        table = {row.split()[0]: row.split(maxsplit=1)[1] for row in rows}
-        assert set(table) == {"all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast"}
-        # The value of INLINE_BYTES in src/mem/layout.rs.
-        assert table["all_reduce"].startswith("inline to 8160 bytes, staged to ")
-        assert all(row.endswith("staged_streaming") for row in table.values())
-        assert alone.endswith("alone: nothing moves")
-        assert "of 2" in pair if rank < 2 else pair == ""
+def test_options_show_what_they_are_and_without_a_group_nothing_is_described() -> None:
+    options = torch_symm.Options(timeout=5, inter_node_backend="gloo")
+    assert repr(options) == "torch_symm.Options(timeout=5, inter_node_backend='gloo')"
     with pytest.raises(ValueError, match="there is no default group"):
         torch_symm.describe()
 
@@ -319,18 +248,3 @@ def test_warnings_have_categories_of_their_own() -> None:
     ]
     own_or_pytest = re.compile(r"Symm\w*Warning\b|pytest\.Pytest\w+Warning\(")
     assert given and all(own_or_pytest.match(category) for _, category in given), given
-
-
-def shown(rank: int, world: int) -> list[str]:
-    groups = [dist.group.WORLD, dist.new_group([1, 2], backend="symm")]
-    return [repr(group._get_backend(torch.device("cpu"))) for group in groups if isinstance(group, dist.ProcessGroup)]
-
-
-def test_groups_and_options_show_what_they_are() -> None:
-    results = run_ranks(shown, 3)
-    assert len(results[0]) == 1 and len(results[2]) == 2
-    assert "ProcessGroupSymm" in results[0][0] and "rank 0 of 3, on cpu, timeout 60 s" in results[0][0]
-    assert "rank 1 of 2, global ranks [1, 2], on cpu" in results[2][1]
-    assert repr(torch_symm.Options(timeout=5, inter_node_backend="gloo")) == (
-        "torch_symm.Options(timeout=5, inter_node_backend='gloo')"
-    )

@@ -6,21 +6,25 @@ import logging
 import operator
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import vllm_doubles
 from norm_reference import numbers, reference, same_bits, to_dynamic_fp8, to_fp8
-from ranks import run_ranks
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
+from torch._inductor import config
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from vllm_doubles import EPS, communicator
+from vllm_doubles import EPS, communicator, vllm_package  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("vllm_package")
 
 
 def quantized_by_vllm(op: Any, place: dict[str, int], **given: Any) -> list[torch.Tensor]:
-    from torch._higher_order_ops.auto_functionalize import auto_functionalized
-
     results = auto_functionalized(op, **given)
     return [results[index] for index in place.values()]
 
@@ -38,9 +42,16 @@ def layers(static: bool, dynamic: bool) -> dict[str, Any]:
     def empty(x: Any) -> Any:
         return torch.empty_like(x, dtype=torch.float8_e4m3fn)
 
+    def narrow(values: Any, scale: Any) -> Any:
+        return (values.float() * scale.reciprocal()).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+
+    def by_rows(normed: Any, added: Any, largest: Any) -> Any:
+        scales = (largest.unsqueeze(-1).to(torch.float32) / 448.0).clamp(min=1 / (448 * 512))
+        return narrow(normed, scales), added, scales
+
     def by_torch(x: Any, r: Any, w: Any, s: Any) -> Any:
         normed, added = norm(x, r, w)
-        return (normed.float() * s.reciprocal()).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), added
+        return narrow(normed, s), added
 
     def by_vllm(x: Any, r: Any, w: Any, s: Any) -> Any:
         normed, added = norm(x, r, w)
@@ -54,19 +65,11 @@ def layers(static: bool, dynamic: bool) -> dict[str, Any]:
 
     def rows_by_torch(x: Any, r: Any, w: Any, s: Any) -> Any:
         normed, added = norm(x, r, w)
-        largest = normed.abs().max(-1)[0].unsqueeze(-1).to(torch.float32)
-        scales = (largest / 448.0).clamp(min=1 / (448 * 512))
-        return (normed.float() * scales.reciprocal()).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), added, scales
+        return by_rows(normed, added, normed.abs().max(-1)[0])
 
     def rows_by_newer_torch(x: Any, r: Any, w: Any, s: Any) -> Any:
         normed, added = norm(x, r, w)
-        largest = normed.abs().amax(dim=-1).unsqueeze(-1).to(torch.float32)
-        scales = (largest / 448.0).clamp(min=1 / (448 * 512))
-        return (
-            (normed.to(torch.float32) * scales.reciprocal()).clamp(-448.0, 448.0).to(torch.float8_e4m3fn),
-            added,
-            scales,
-        )
+        return by_rows(normed, added, normed.abs().amax(dim=-1))
 
     def rows_by_vllm(x: Any, r: Any, w: Any, s: Any) -> Any:
         normed, added = norm(x, r, w)
@@ -84,7 +87,7 @@ def layers(static: bool, dynamic: bool) -> dict[str, Any]:
 
     def quantized_and_used(x: Any, r: Any, w: Any, s: Any) -> Any:
         normed, added = norm(x, r, w)
-        return normed, added, (normed.float() * s.reciprocal()).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+        return normed, added, narrow(normed, s)
 
     def used_twice(x: Any, r: Any, w: Any, s: Any) -> Any:
         total = reduced(x)
@@ -117,11 +120,8 @@ def of_any_rows(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     ]
 
 
-def fused(rank: int, world: int, folder: Path) -> None:
-    from torch._inductor.decomposition import select_decomp_table
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    vllm_doubles.use(folder)
+@pytest.mark.ranks(2, backend="gloo")
+def test_graphs_of_vllm_become_fused_operators(rank: int) -> None:
     vllm_doubles.operators()
     com = communicator([[0, 1]])
     from torch_symm.engines.vllm._fusion import SymmFusionPass, log
@@ -130,7 +130,7 @@ def fused(rank: int, world: int, folder: Path) -> None:
     log.setLevel(logging.DEBUG)
     operators, table = torch.ops.symm_vllm, select_decomp_table()
     for dtype in (torch.bfloat16, torch.float32):
-        inputs = [numbers(each, 4, 64, dtype=dtype) for each in range(world)]
+        inputs = [numbers(each, 4, 64, dtype=dtype) for each in range(2)]
         residual, weight = numbers(10, 4, 64, dtype=dtype), numbers(11, 64, dtype=dtype)
         given = inputs[rank], residual, weight, torch.tensor(0.02)
         normed, added = reference(inputs, residual, weight, EPS)
@@ -159,10 +159,8 @@ def fused(rank: int, world: int, folder: Path) -> None:
                 for node in graph.graph.find_nodes(op="call_function", target=operator.getitem) if is_fused else []:
                     index = node.args[1]
                     if node.args[0] in found and isinstance(index, int):
-                        assert (
-                            node.meta["val"].dtype == wanted[index].dtype
-                            and node.meta["val"].shape == wanted[index].shape
-                        )
+                        traced, value = node.meta["val"], wanted[index]
+                        assert (traced.dtype, traced.shape) == (value.dtype, value.shape)
                 kept = given[1].clone()
                 after = graph(*given)
                 assert torch.equal(given[1], kept)
@@ -171,21 +169,13 @@ def fused(rank: int, world: int, folder: Path) -> None:
                     others["quantized and used"] = [normed, added, to_fp8(normed, given[3])]
                     assert all(map(same_bits, after, others.get(layer, wanted))), layer
                 for one, other in zip(after, before, strict=True):
-                    assert torch.allclose(
-                        one.float(), other.float(), rtol=0.13 if one.dtype.itemsize == 1 else 0.02, atol=1e-5
-                    ), layer
+                    rtol = 0.13 if one.dtype.itemsize == 1 else 0.02
+                    assert torch.allclose(one.float(), other.float(), rtol=rtol, atol=1e-5), layer
     assert com.served == []
 
 
-def test_graphs_of_vllm_become_fused_operators(tmp_path: Path) -> None:
-    run_ranks(fused, 2, vllm_doubles.write(tmp_path), backend="gloo")
-
-
-def generated(rank: int, world: int, folder: Path) -> None:
-    from torch._inductor import config
-    from torch._inductor.utils import run_and_get_code
-
-    vllm_doubles.use(folder)
+@pytest.mark.ranks(2, backend="gloo", timeout=200)
+def test_compiled_layers_have_no_copies_and_no_other_kernels(rank: int) -> None:
     vllm_doubles.operators()
     communicator([[0, 1]])
     from torch_symm.engines.vllm._fusion import SymmFusionPass
@@ -210,19 +200,15 @@ def generated(rank: int, world: int, folder: Path) -> None:
     assert calls == ["extern_kernels.mm", "torch.ops.symm_vllm.all_reduce_add_rms_norm.default"] * 6, calls
 
 
-def test_compiled_layers_have_no_copies_and_no_other_kernels(tmp_path: Path) -> None:
-    run_ranks(generated, 2, vllm_doubles.write(tmp_path), backend="gloo", timeout=200)
-
-
-def without_symm(rank: int, world: int) -> None:
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_cached_graph_still_runs_if_symm_does_not_serve_the_group(rank: int) -> None:
     vllm_doubles.operators()
     from torch_symm.engines.vllm import _operators
 
     assert _operators.GROUPS == {}
     operators: Any = torch.ops.symm_vllm
-    dtype = torch.bfloat16
-    inputs = [numbers(each, 4, 64, dtype=dtype) for each in range(world)]
-    residual, weight, scale = numbers(10, 4, 64, dtype=dtype), numbers(11, 64, dtype=dtype), torch.tensor(0.02)
+    *inputs, residual = (numbers(each, 4, 64, dtype=torch.bfloat16) for each in (0, 1, 10))
+    weight, scale = numbers(11, 64, dtype=torch.bfloat16), torch.tensor(0.02)
     wanted, added = reference(inputs, residual, weight, EPS)
     given = inputs[rank], residual, weight, EPS
     normed, sum_ = operators.all_reduce_add_rms_norm(*given, "tp:0")
@@ -232,7 +218,3 @@ def without_symm(rank: int, world: int) -> None:
     rows, _, scales = operators.all_reduce_add_rms_norm_dynamic_fp8(*given, "tp:0")
     rows_, scales_ = to_dynamic_fp8(wanted)
     assert torch.allclose(rows.float(), rows_.float(), rtol=0.13) and torch.allclose(scales, scales_, rtol=0.02)
-
-
-def test_a_cached_graph_still_runs_if_symm_does_not_serve_the_group() -> None:
-    run_ranks(without_symm, 2, backend="gloo")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -15,79 +14,21 @@ from cases import Case
 from collectives import run
 from expected import COMPLEX, DTYPES, OPS, assert_same_bits, in_halves, name, reduced, served
 from norm_reference import reference
-from ranks import file_store, run_ranks
 from torch_symm import __main__ as entry
 from torch_symm.tools.check import command, invariance, sides
 from torch_symm.tools.check.invariance import COLUMNS, LEAVES, Row, share, tree, values
+from vllm_doubles import put
+
+#: Types of long sums.
+FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def of_tree(world: int) -> dist.ProcessGroup:
-    group = dist.new_group(list(range(world)), pg_options=torch_symm.Options(order="tree"))
-    assert group is not None
-    return group
+def of_order(order: str) -> dist.ProcessGroup:
+    return dist.new_group(list(range(dist.get_world_size())), pg_options=torch_symm.Options(order=order))
 
 
-def reductions(rank: int, world: int, counts: Sequence[int]) -> int:
-    group = of_tree(world)
-    return run(
-        (form, Case(rank, world, dtype, count, op=op, reference=in_halves, root=world - 1, group=group))
-        for dtype in DTYPES
-        for op in OPS
-        if served(op, dtype)
-        for count in counts
-        for form in ("all_reduce", "reduce", "reduce_scatter_tensor")
-        if form != "reduce_scatter_tensor" or dtype not in COMPLEX
-    )
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 7, 8])
-def test_trees_combine_halves(world: int) -> None:
-    # Posted with the call, staged, and in several chunks.
-    run_ranks(reductions, world, (1, 37, 5_003) if world in (4, 5) else (37,))
-
-
-def long_reductions(rank: int, world: int) -> int:
-    group = of_tree(world)
-    cases = [("SUM", torch.float32), ("AVG", torch.bfloat16), ("PREMUL_SUM", torch.float16), ("PRODUCT", torch.float64)]
-    return run(
-        (form, Case(rank, world, dtype, 300_007, op=op, reference=in_halves, group=group))
-        for op, dtype in cases
-        for form in ("all_reduce", "reduce_scatter_tensor")
-    )
-
-
-def test_long_sums_are_trees_too() -> None:
-    run_ranks(long_reductions, 4)
-
-
-def with_leaves(rank: int, world: int, order: str) -> list[torch.Tensor]:
-    group = dist.new_group(list(range(world)), pg_options=torch_symm.Options(order=order))
-    assert group is not None
-    leaves, each = values(torch.float32, LEAVES), LEAVES // world
-    own = tree(leaves[rank * each : (rank + 1) * each]).clone()
-    scattered = torch.empty(own.numel() // world)
-    dist.reduce_scatter_tensor(scattered, own.clone(), group=group)
-    mean = own / each
-    dist.all_reduce(own, group=group)
-    dist.all_reduce(mean, dist.ReduceOp.AVG, group=group)
-    start = rank * scattered.numel()
-    assert share(scattered, own[start : start + scattered.numel()]) == 0
-    return [own, mean]
-
-
-def test_a_tree_has_the_same_bits_with_1_2_4_and_8_ranks() -> None:
-    alone = tree(values(torch.float32, LEAVES))
-    other = {}
-    for world in (1, 2, 4, 8):
-        for total, mean in run_ranks(with_leaves, world, "tree"):
-            assert_same_bits(total, alone, f"{world} ranks")
-            assert_same_bits(mean, alone / LEAVES, f"average of {world} ranks")
-        other[world] = share(run_ranks(with_leaves, world, "rank")[0][0], alone)
-    assert other[1] == other[2] == 0 and other[4] > 0 and other[8] > 0, other
-
-
-def normed(rank: int, world: int) -> None:
-    group, generator = of_tree(world), torch.Generator().manual_seed(7)
+def normed(world: int, rank: int, group: dist.ProcessGroup) -> None:
+    generator = torch.Generator().manual_seed(7)
     for rows, hidden in ((1, 64), (3, 1_032), (70, 256)):
         inputs = torch.randn((world, rows, hidden), generator=generator).bfloat16()
         residual, weight = (torch.randn(size, generator=generator).bfloat16() for size in ((rows, hidden), (hidden,)))
@@ -98,65 +39,73 @@ def normed(rank: int, world: int) -> None:
             assert_same_bits(one, other, f"{rows} x {hidden}")
 
 
-def test_the_sum_of_a_fused_norm_is_a_tree() -> None:
-    run_ranks(normed, 4)
+@pytest.mark.ranks([1, 2, 3, 4, 5, 6, 7, 8])
+def test_trees_combine_halves(rank: int, world_size: int) -> None:
+    group, forms = of_order("tree"), ("all_reduce", "reduce", "reduce_scatter_tensor")
+    # Posted with the call, staged, in several chunks, and long.
+    counts = (1, 37, 5_003) if world_size in (4, 5) else (37,)
+    cases = [(op, dtype, count) for dtype in DTYPES for op in OPS if served(op, dtype) for count in counts]
+    if world_size == 4:
+        long = zip(("SUM", "AVG", "PREMUL_SUM", "PRODUCT"), FLOATING, strict=True)
+        cases += [(op, dtype, 300_007) for op, dtype in long]
+        normed(world_size, rank, group)
+    run(
+        (form, Case(rank, world_size, dtype, count, op=op, reference=in_halves, root=world_size - 1, group=group))
+        for op, dtype, count in cases
+        for form in forms
+        if form != "reduce_scatter_tensor" or dtype not in COMPLEX
+    )
 
 
-def of_another_order(rank: int, world: int) -> str:
-    options = torch_symm.Options(timeout=20, order="tree" if rank == 1 else "")
-    try:
-        torch_symm.ProcessGroupSymm(file_store("own", world), rank, world, options)
-    except torch_symm.SymmConfigError as error:
-        return str(error)
-    return ""
+@pytest.mark.ranks([1, 2, 4, 8])
+def test_a_tree_has_the_same_bits_with_1_2_4_and_8_ranks(rank: int, world_size: int) -> None:
+    leaves, each = values(torch.float32, LEAVES), LEAVES // world_size
+    alone, own = tree(leaves), tree(leaves[rank * each : (rank + 1) * each])
+    total, mean, other, scattered = own.clone(), own / each, own.clone(), torch.empty(own.numel() // world_size)
+    group = of_order("tree")
+    dist.reduce_scatter_tensor(scattered, own.clone(), group=group)
+    dist.all_reduce(total, group=group)
+    dist.all_reduce(mean, dist.ReduceOp.AVG, group=group)
+    assert_same_bits(total, alone, f"{world_size} ranks")
+    assert_same_bits(mean, alone / LEAVES, f"average of {world_size} ranks")
+    assert share(scattered, total.chunk(world_size)[rank]) == 0
+    dist.all_reduce(other, group=of_order("rank"))
+    assert (share(other, alone) > 0) == (world_size > 2)
 
 
-def test_ranks_that_disagree_on_the_order_are_named() -> None:
-    for message in run_ranks(of_another_order, 3):
-        assert "ranks 0 and 1 disagree on the order of sums of group" in message
-        assert 'rank 0 has order="rank", rank 1 order="tree"; give torch_symm.Options(order=...)' in message
-
-
-def default_order(rank: int, world: int) -> torch.Tensor:
-    own = values(torch.float32, world)[rank].clone()
-    dist.all_reduce(own)
-    # A group that chooses no order inherits the order of the default group.
-    later, rank_order = own.clone(), values(torch.float32, world)[rank].clone()
-    later.copy_(values(torch.float32, world)[rank])
-    dist.all_reduce(later, group=dist.new_group(list(range(world))))
-    assert share(later, own) == 0
-    dist.all_reduce(rank_order, group=dist.new_group(list(range(world)), pg_options=torch_symm.Options(order="rank")))
-    assert_same_bits(rank_order, reduced("SUM", values(torch.float32, world)), "rank order")
-    return own
-
-
-def test_the_setting_chooses_the_order_of_the_default_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SYMM_ORDER", "tree")
-    for total in run_ranks(default_order, 4):
-        assert_same_bits(total, tree(values(torch.float32, 4)), "SYMM_ORDER=tree")
-
-
-def bad_choice(rank: int, world: int) -> str:
+@pytest.mark.ranks(3)
+def test_an_unknown_order_is_refused_and_ranks_that_disagree_are_named(rank: int, tmp_path: Path) -> None:
+    store = torch_symm.FileStore(tmp_path / "store", 3)
     with pytest.raises(ValueError, match="order="):
-        torch_symm.ProcessGroupSymm(file_store("own", world), rank, world, torch_symm.Options(order="ring"))
-    return ""
+        torch_symm.ProcessGroupSymm(store, rank, 3, torch_symm.Options(order="ring"))
+    options = torch_symm.Options(timeout=20, order="tree" if rank == 1 else "")
+    with pytest.raises(torch_symm.SymmConfigError) as error:
+        torch_symm.ProcessGroupSymm(store, rank, 3, options)
+    message = str(error.value)
+    assert "ranks 0 and 1 disagree on the order of sums of group" in message
+    assert 'rank 0 has order="rank", rank 1 order="tree"; give torch_symm.Options(order=...)' in message
 
 
-def test_an_unknown_order_is_refused() -> None:
-    run_ranks(bad_choice, 1)
+@pytest.mark.ranks(4, env={"SYMM_ORDER": "tree"})
+def test_the_setting_chooses_the_order_of_the_default_group(rank: int) -> None:
+    own, later, rank_order = (values(torch.float32, 4)[rank].clone() for _ in range(3))
+    dist.all_reduce(own)
+    assert_same_bits(own, tree(values(torch.float32, 4)), "SYMM_ORDER=tree")
+    # A group that chooses no order inherits the order of the default group.
+    dist.all_reduce(later, group=dist.new_group(list(range(4))))
+    assert share(later, own) == 0
+    dist.all_reduce(rank_order, group=of_order("rank"))
+    assert_same_bits(rank_order, reduced("SUM", values(torch.float32, 4)), "rank order")
 
 
 # The command.
 
 
-def test_shares_count_elements_with_other_bits() -> None:
+def test_shares_count_elements_with_other_bits_and_trees_are_those_of_groups() -> None:
     one = torch.tensor([0.0, 1.0, 2.0, float("nan")])
     assert share(one, one.clone()) == 0
     assert share(one, torch.tensor([-0.0, 1.0, 3.0, float("nan")])) == 0.5
     assert share(one.bfloat16(), (one + 1).bfloat16()) == 0.75
-
-
-def test_the_tree_of_the_command_is_the_definition() -> None:
     for world in range(1, 9):
         rows = values(torch.float32, world)
         assert_same_bits(tree(rows), in_halves("SUM", rows), str(world))
@@ -188,19 +137,14 @@ def test_a_check_of_invariance(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_table_of_invariance(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     usual = dict.fromkeys(COLUMNS, 0.0)
-    rows = [
-        Row("symm", 2, "float32", dict(usual)),
-        Row("nccl", 2, "float32", {**usual, "lengths": 0.1486, "ranks": None}),
-    ]
+    other = {**usual, "lengths": 0.1486, "ranks": None}
+    rows = [Row("symm", 2, "float32", dict(usual)), Row("nccl", 2, "float32", other)]
     found = invariance.Found(0, rows, {sides.VLLM: "not installed"})
     monkeypatch.setattr(command, "_ran", lambda *given: ([found], ""))
     assert entry.main(["check", "--invariance", "--ranks", "2"]) == 0
     said = capsys.readouterr().out
-    assert (
-        "14.86%" in said
-        and "vLLM custom: not compared: not installed" in said
-        and "all promised bits are equal" in said
-    )
+    assert "14.86%" in said and "vLLM custom: not compared: not installed" in said
+    assert "all promised bits are equal" in said
     rows[0].differ["runs"] = 0.5
     assert entry.main(["check", "--invariance", "--ranks", "2"]) == 1
     assert "WRONG: symm, float32 on 2 ranks: runs" in capsys.readouterr().out
@@ -210,10 +154,8 @@ def test_the_table_of_invariance(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def test_the_engines_kernel_is_used_where_it_serves() -> None:
-    kernel = SimpleNamespace(
-        disabled=False, should_custom_ar=lambda one: one.numel() < 10, custom_all_reduce=lambda one: one * 2
-    )
-    side = sides.of_vllm(kernel)
+    serves = {"should_custom_ar": lambda one: one.numel() < 10, "custom_all_reduce": lambda one: one * 2}
+    side = sides.of_vllm(SimpleNamespace(disabled=False, **serves))
     assert torch.equal(side.all_reduce(torch.ones(4)), torch.full((4,), 2.0))  # type: ignore[arg-type]
     assert side.all_reduce(torch.ones(10)) is None and side.reduce_scatter(torch.ones(4)) is None
 
@@ -231,10 +173,7 @@ def test_an_engine_that_cannot_be_used_is_left_out(made: object, why: str, monke
     module = ModuleType(sides.VLLM_MODULE)
     if made is not None:
         module.CustomAllreduce = made  # type: ignore[attr-defined]
-        parts = sides.VLLM_MODULE.split(".")
-        for end in range(1, len(parts)):
-            monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(parts[end - 1]))
-        monkeypatch.setitem(sys.modules, sides.VLLM_MODULE, module)
+        put(sides.VLLM_MODULE, module, monkeypatch)
     side, reason = sides._vllm(None, True, torch.device("cpu"))
     assert why in reason and (side is not None) == (why == "")
     assert sides._vllm(None, False, torch.device("cpu")) == (None, "")

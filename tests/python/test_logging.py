@@ -9,12 +9,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 import torch_symm
-from ranks import run_ranks
 from torch_symm import _logging
 from torch_symm._native import load
 
@@ -67,27 +67,21 @@ def test_lines_come_with_name_level_and_time(kept: Kept, capfd: pytest.CaptureFi
     assert "one line" not in capfd.readouterr().err
 
 
-def test_a_line_names_the_rank_or_the_process() -> None:
-    """In a process of its own, which has not logged before, and in a child that has a rank."""
-    code = """
-import os
-from torch_symm._native import load
-print(os.getpid())
-load()._log_info("one line")
-if os.fork() == 0:
-    os.environ["RANK"] = "3"
+@pytest.mark.ranks(1, backend=None, env={"SYMM_LOG": "info", "SYMM_SPIN": "9"})
+def test_a_line_names_the_rank_or_the_process(tmp_path: Path) -> None:
+    """In processes that have not logged before, without and with a rank."""
+    del os.environ["RANK"], os.environ["SYMM_TRACE_DIR"]
+    os.dup2(os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT), 2)
     load()._log_info("one line")
-    os._exit(0)
-os.wait()
-"""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SYMM_", "RANK"))}
-    environment |= {"SYMM_LOG": "info", "SYMM_SPIN": "9"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    if (child := os.fork()) == 0:
+        os.environ["RANK"] = "3"
+        load()._log_info("one line")
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
     settings = "settings: SYMM_LOG=info, SYMM_SPIN=9; all others have their defaults"
-    assert done.stderr.splitlines() == [
+    assert (tmp_path / "log").read_text().splitlines() == [
         f"[INFO  symm::{place} {who}] {line}"
-        for who in (f"pid {done.stdout.strip()}", "rank 3")
+        for who in (f"pid {os.getpid()}", "rank 3")
         for place, line in (("config", settings), ("bridge::log", "one line"))
     ]
 
@@ -123,33 +117,25 @@ def test_a_handler_that_raises_and_one_that_waits_lose_nothing(kept: Kept, capsy
     assert "INFO symm::bridge::log: bad" in capsys.readouterr().err
 
 
-def logged(rank: int, world: int) -> list[tuple[str, int, str]]:
-    handler = Kept()
-    logger = logging.getLogger("torch_symm")
-    logger.addHandler(handler)
-    logger.setLevel(_logging.TRACE)
+@pytest.mark.ranks(2)
+def test_a_forked_child_goes_on(kept: Kept) -> None:
     torch_symm.log_to_python("debug")
     dist.new_group()
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
-        handler.records.clear()
+        kept.records.clear()
         load()._log_info("of the child")
-        until(lambda: bool(handler.records))
-        os.write(write, handler.records[-1].getMessage().encode())
+        until(lambda: bool(kept.records))
+        os.write(write, kept.records[-1].getMessage().encode())
         os._exit(0)
     assert os.read(read, 100) == b"of the child"
     assert os.waitpid(pid, 0)[1] == 0
     load()._log_info("of the parent")
     _logging.end()
-    return [(record.name, record.levelno, record.getMessage()) for record in handler.records]
-
-
-def test_a_forked_child_goes_on() -> None:
-    for found in run_ranks(logged, 2):
-        said = [text for _, _, text in found]
-        assert "of the parent" in said and "of the child" not in said
-        assert all(name.startswith("torch_symm.") for name, _, _ in found)
+    said = [record.getMessage() for record in kept.records]
+    assert "of the parent" in said and "of the child" not in said
+    assert all(record.name.startswith("torch_symm.") for record in kept.records)
 
 
 PROGRAM = """

@@ -8,12 +8,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import dumps
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch_symm
+from dumps import call
 from ranks import meet, run_ranks
 from torch.profiler import ProfilerActivity, profile
 from torch_symm import __main__ as entry
@@ -79,27 +81,9 @@ def test_each_event_has_algorithm_bytes_bandwidth_and_who_was_waited_for(world: 
         assert "busbw_gb_per_s" not in barrier and barrier["algorithm"] == "inline"
 
 
-def call(number: int, created: int, **more: Any) -> dict[str, Any]:
-    return {
-        **dict.fromkeys(("reduce_op", "root", "peer", "tag", "outcome", "phase", "phase_ns"), None),
-        **{"number": number, "group": 1, "op": "all_reduce", "call": "all_reduce(4)", "sequence": number},
-        **{"dtype": "float32", "itemsize": 4, "elements": 4, "even": True, "bytes_in": 16, "bytes_out": 16},
-        **{"async": True, "device": "cpu", "timeout_ms": 1, "state": "completed", "algorithm": "inline"},
-        **{"created_ns": created, "started_ns": created + 100, "ended_ns": created + 200},
-        **more,
-    }
-
-
-def dump(folder: Path, *calls: dict[str, Any], pid: int = 7) -> Path:
-    members = [{"rank": rank, "global_rank": rank, "pid": pid + rank} for rank in range(2)]
-    group = {
-        **{"id": 1, "memory": 5, "name": "default", "rank": 0, "members": members, "other_nodes": None},
-        **{"timeout_ms": 1, "joined_ns": 1, "left_ns": None, "begun": 9, "launched": None, "failure": None},
-        "peers": [],
-    }
-    path = folder / f"trace-{pid}-rank0.json"
-    kept = {"format": "torch-symm trace", "version": 1, "host": "h", "boot_id": "b", "pid": pid, "written_ns": 10**9}
-    path.write_text(json.dumps({**kept, "calls_made": 9, "calls_kept": 9, "groups": [group], "calls": list(calls)}))
+def dump(folder: Path, *calls: dict[str, Any]) -> Path:
+    path = folder / "trace-7-rank0.json"
+    path.write_text(json.dumps(dumps.dump(*calls, pid=7)))
     return path
 
 

@@ -8,26 +8,22 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-import types
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial, wraps
+from functools import wraps
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from ranks import run_ranks
 from torch_symm.engines import _common, sglang
+from vllm_doubles import put
 
 STATE, HOOKS = sglang._CLASS.rpartition(".")[0], "sglang.srt.plugins.hook_registry"
-BOTH = [
-    "stand-in",
-    pytest.param(
-        "real", marks=pytest.mark.skipif(not importlib.util.find_spec("sglang"), reason="SGLang is not installed")
-    ),
-]
+needs_sglang = pytest.mark.skipif(not importlib.util.find_spec("sglang"), reason="SGLang is not installed")
+BOTH = ["stand-in", pytest.param("real", marks=needs_sglang)]
 
 
 def around(hook: Callable[..., Any], usual: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,8 +45,7 @@ class Registry:
         owner = sys.modules[STATE].GroupCoordinator
         for target, hook in cls.hooks.items():
             name = target.rpartition(".")[2]
-            usual = getattr(owner, name)
-            setattr(owner, name, around(hook, usual))
+            setattr(owner, name, around(hook, getattr(owner, name)))
 
 
 class GroupCoordinator:
@@ -98,15 +93,12 @@ def install(kind: str, monkeypatch: Any = None) -> Any:
     """Returns ``GroupCoordinator``'s class, with the hooks of the plug-in."""
     os.environ["SYMM_SGLANG"] = "1"
     if kind == "stand-in":
-        place: Any = monkeypatch.setitem if monkeypatch else dict.__setitem__
-        for name in (*(STATE.rsplit(".", count)[0] for count in (1, 2, 3)), "sglang.srt.plugins", STATE, HOOKS):
-            place(sys.modules, name, types.ModuleType(name))
         Registry.hooks = {}
         own = type("GroupCoordinator", (GroupCoordinator,), dict(GroupCoordinator.__dict__))
         own.__qualname__ = "GroupCoordinator"
-        sys.modules[STATE].GroupCoordinator = own  # type: ignore[attr-defined]
-        sys.modules[HOOKS].HookRegistry = Registry  # type: ignore[attr-defined]
-        sys.modules[HOOKS].HookType = types.SimpleNamespace(AROUND="around")  # type: ignore[attr-defined]
+        put(STATE, SimpleNamespace(GroupCoordinator=own), monkeypatch)
+        hook_type = SimpleNamespace(AROUND="around")
+        put(HOOKS, SimpleNamespace(HookRegistry=Registry, HookType=hook_type), monkeypatch)
     else:
         # Not the original method, which would create communicators on GPUs.
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
@@ -150,67 +142,51 @@ def calls(group: Any, world: int) -> list[int]:
     return counted
 
 
-def serves(rank: int, world: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.ranks([2, 4], backend="gloo")
+def test_tensor_parallel_groups_are_served(world_size: int, kind: str) -> None:
     cls, lines = install(kind), list[str]()
     sglang.log.setLevel("INFO")
     sglang.log.addFilter(lambda record: lines.append(record.getMessage()) or False)
     tensor_parallel = coordinator(cls, "tp")
-    assert isinstance(
-        getattr(tensor_parallel, sglang._GROUP)._get_backend(torch.device("cpu")), torch_symm.ProcessGroupSymm
-    )
-    assert calls(tensor_parallel, world) == [3, 3, 1]  # it gathers all types and sums floating-point ones
-    calls(tensor_parallel, world)
+    ours = getattr(tensor_parallel, sglang._GROUP)._get_backend(torch.device("cpu"))
+    assert isinstance(ours, torch_symm.ProcessGroupSymm)
+    assert calls(tensor_parallel, world_size) == [3, 3, 1]  # it gathers all types and sums floating-point ones
+    calls(tensor_parallel, world_size)
     said = "SGLang itself makes calls of group tp:0 with sums of type torch.int64"
-    assert lines == [f"symm serves group tp:0 of {world} ranks"] * (rank == 0) + [said]
+    assert lines == [f"symm serves group tp:0 of {world_size} ranks"] * (dist.get_rank() == 0) + [said]
     assert getattr(coordinator(cls, "pp"), sglang._GROUP) is None
-    pairs = coordinator(cls, "attention_tp", [[0, 1], [2, 3]]) if world == 4 else None
+    pairs = coordinator(cls, "attention_tp", [[0, 1], [2, 3]]) if world_size == 4 else None
     assert pairs is None or calls(pairs, 2) == [3, 3, 1]
 
 
 @pytest.mark.parametrize("kind", BOTH)
-@pytest.mark.parametrize("world", [2, 4])
-def test_tensor_parallel_groups_are_served(world: int, kind: str) -> None:
-    run_ranks(serves, world, kind, backend="gloo")
-
-
-def deterministic(rank: int, world: int, kind: str) -> None:
-    os.environ["SGLANG_ENABLE_DETERMINISTIC_INFERENCE"] = "1"
+@pytest.mark.ranks(3, backend="gloo", env={"SGLANG_ENABLE_DETERMINISTIC_INFERENCE": "1"})
+def test_deterministic_mode_keeps_symm_on(rank: int, kind: str) -> None:
     group = coordinator(install(kind), "tp")
-    assert calls(group, world) == [3, 3, 1]
+    assert calls(group, 3) == [3, 3, 1]
     # A row has the same bits alone and among other rows, and is summed in rank order.
     torch.manual_seed(0)
-    parts = torch.randn(world, 64, 32).to(torch.bfloat16)
+    parts = torch.randn(3, 64, 32).to(torch.bfloat16)
     whole = group.all_reduce(parts[rank].clone())
     assert torch.equal(group.all_reduce(parts[rank, 5:6].clone()), whole[5:6])
-    expected = parts[0].float()
-    for part in parts[1:]:
-        expected += part.float()
-    assert torch.equal(whole, expected.to(torch.bfloat16))
+    assert torch.equal(whole, (parts[0].float() + parts[1].float() + parts[2].float()).to(torch.bfloat16))
 
 
-@pytest.mark.parametrize("kind", BOTH)
-def test_deterministic_mode_keeps_symm_on(kind: str) -> None:
-    run_ranks(deterministic, 3, kind, backend="gloo")
-
-
-def not_served(rank: int, world: int) -> list[str]:
+@pytest.mark.ranks(2, backend="gloo")
+def test_groups_that_symm_does_not_serve_stay_with_sglang(rank: int) -> None:
     cls, lines = install("stand-in"), list[str]()
     sglang.log.addFilter(lambda record: lines.append(record.getMessage()) or False)
 
     def start(*given: Any, **named: Any) -> None:
         raise _common.Declined("no shared memory")
 
-    sglang._common.start = start  # type: ignore[assignment]
-    assert calls(coordinator(cls, "tp"), world) == [0, 0, 0]
+    sglang._common.start = start
+    assert calls(coordinator(cls, "tp"), 2) == [0, 0, 0]
     for more in ({"recovered_rank": True}, {"rank_offset": 2}):
-        assert calls(coordinator(cls, "tp", **more), world) == [0, 0, 0]
-    return lines
-
-
-def test_groups_that_symm_does_not_serve_stay_with_sglang() -> None:
-    said = partial("symm does not serve group tp:0, SGLang does: {}".format)
-    elastic = [said("its ranks join at different times")] * 2
-    assert list(run_ranks(not_served, 2, backend="gloo")) == [[said("no shared memory"), *elastic], elastic]
+        assert calls(coordinator(cls, "tp", **more), 2) == [0, 0, 0]
+    reasons = ["no shared memory"] * (rank == 0) + ["its ranks join at different times"] * 2
+    assert lines == [f"symm does not serve group tp:0, SGLang does: {reason}" for reason in reasons]
 
 
 def test_it_is_off_by_default_and_with_another_signature(

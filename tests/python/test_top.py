@@ -12,6 +12,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import dumps
 import pytest
 import ranks
 import torch
@@ -28,24 +29,13 @@ WORLD = 2
 
 
 def call(number: int, started: int, ended: int, op: str = "all_reduce", size: int = 1000) -> dict[str, Any]:
-    """One of a rank's calls, as in a dump; times in µs."""
-    return {
-        "group": 1, "number": number, "op": op, "call": op, "sequence": number, "dtype": "float32", "itemsize": 4,
-        "elements": size, "peer": None, "internode": False, "even": True, "bytes_in": 4 * size, "bytes_out": 4 * size,
-        "device": "cpu", "timeout_ms": 1000, "created_ns": started * 1000, "started_ns": started * 1000,
-        "ended_ns": ended * 1000, "state": "completed", "outcome": None,
-    }  # fmt: skip
+    """One of a rank's calls; times in µs."""
+    times = {"started_ns": started * 1000, "ended_ns": ended * 1000}
+    return dumps.call(number, started * 1000, **times, op=op, elements=size, bytes_in=4 * size, bytes_out=4 * size)
 
 
 def dump(rank: int, calls: list[dict[str, Any]]) -> Dump:
-    members = [{"rank": one, "global_rank": one, "pid": 100 + one} for one in range(WORLD)]
-    group = {
-        "id": 1, "memory": 7, "name": "default", "rank": rank, "members": members, "joined_ns": 1, "left_ns": None,
-        "begun": len(calls), "launched": None, "failure": None, "peers": [],
-    }  # fmt: skip
-    head = {"format": "torch-symm trace", "version": 1, "library": "0", "host": "here", "boot_id": "b"}
-    kept = {"calls_made": 9, "calls_kept": 2000, "written_ns": 10**9}
-    return parse({**head, **kept, "pid": 100 + rank, "groups": [group], "calls": calls}, "x")
+    return parse(dumps.dump(*calls, rank=rank), "x")
 
 
 def test_the_rank_that_was_waited_for_is_named() -> None:
@@ -61,50 +51,38 @@ def test_the_rank_that_was_waited_for_is_named() -> None:
     assert "rank 1 (75%)" in said and "43%" in said
 
 
-def test_one_rank_alone_tells_no_waiting() -> None:
-    (line,) = table.lines(merge([dump(0, [call(1, 10, 20)])]))
-    assert line.waiting is None and line.straggler is None
-    assert line.us == [10.0]
-
-
 def test_lines_are_by_size_and_those_that_took_longest_are_first() -> None:
     calls = [call(1, 10, 20, size=1), call(2, 30, 90, size=1024), call(3, 100, 105, "barrier", 0)]
-    assert [(line.op, line.size) for line in table.lines(merge([dump(0, calls)]))] == [
-        ("all_reduce", 4096),
-        ("all_reduce", 4),
-        ("barrier", 0),
+    found = table.lines(merge([dump(0, calls)]))
+    assert [(line.op, line.size, line.us) for line in found] == [
+        ("all_reduce", 4096, [60.0]),
+        ("all_reduce", 4, [10.0]),
+        ("barrier", 0, [5.0]),
     ]
+    # The calls of one rank say nothing about waiting.
+    assert all(line.waiting is None and line.straggler is None for line in found)
 
 
-def printed(rank: int, world: int) -> str:
+@pytest.mark.ranks(WORLD)
+def test_statistics_are_a_table_when_printed_with_the_sizes_of_the_benchmark(rank: int) -> None:
     for _ in range(3):
         dist.all_reduce(torch.ones(1000))
     counted = torch_symm.stats()
     assert counted == {} and json.dumps(counted) == "{}"
-    return str(counted)
+    heading, names, *rows = str(counted).splitlines()
+    assert heading.startswith("the last 3 calls of this process on ")
+    assert names.split()[:3] == ["collective", "bytes", "calls"]
+    assert rows[0].split()[:4] == ["all_reduce", "4", "KiB", "3"]
 
-
-def sized(rank: int, world: int) -> dict[str, int]:
     dist.all_gather_into_tensor(torch.empty(8), torch.ones(4))
     dist.reduce_scatter_tensor(torch.empty(4), torch.ones(8))
-    dist.gather(torch.ones(4), [torch.empty(4) for _ in range(world)] if rank == 0 else None)
-    dist.scatter(torch.empty(4), [torch.ones(4) for _ in range(world)] if rank == 0 else None)
+    dist.gather(torch.ones(4), [torch.empty(4) for _ in range(WORLD)] if rank == 0 else None)
+    dist.scatter(torch.empty(4), [torch.ones(4) for _ in range(WORLD)] if rank == 0 else None)
     dist.all_to_all_single(torch.empty(8), torch.ones(8))
     dist.all_reduce(torch.ones(8))
-    return {line.op: line.size for line in table.lines(merge([parse(torch_symm.trace(), "this process")]))}
-
-
-def test_sizes_are_those_of_the_benchmark() -> None:
+    lines = table.lines(merge([parse(torch_symm.trace(), "this process")]))
     ops = ("all_gather", "reduce_scatter", "gather", "scatter", "all_to_all", "all_reduce")
-    assert run_ranks(sized, WORLD) == [dict.fromkeys(ops, 32)] * WORLD
-
-
-def test_statistics_are_a_table_when_printed() -> None:
-    for said in run_ranks(printed, WORLD):
-        heading, names, *rows = said.splitlines()
-        assert heading.startswith("the last 3 calls of this process on ")
-        assert names.split()[:3] == ["collective", "bytes", "calls"]
-        assert rows[0].split()[:4] == ["all_reduce", "4", "KiB", "3"]
+    assert {(line.op, line.size) for line in lines} == {("all_reduce", 4096), *((op, 32) for op in ops)}
 
 
 def watched(rank: int, world: int, place: str) -> tuple[int, str]:
@@ -152,6 +130,9 @@ def test_a_running_job_shows_its_straggler(tmp_path: Path) -> None:
 def test_what_is_missing_is_said(
     typed: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    # Files of no process.
+    (tmp_path / "stats-².json").touch()
+    (tmp_path / "stats-x.json").touch()
     with pytest.raises(SystemExit) as ended:
         entry.main(["top", *typed, "--dir", str(tmp_path)])
     assert ended.value.code == 2
@@ -165,15 +146,18 @@ def counted(rank: int, world: int) -> None:
     tensor = torch.ones(1000)
     for _ in range(2100):
         dist.all_reduce(tensor)
-    dist.gather(tensor, [torch.empty(1000) for _ in range(2)] if rank == 0 else None)
+    dist.gather(tensor, [torch.empty(1000) for _ in range(world)] if rank == 0 else None)
     dist.send(tensor, 1) if rank == 0 else dist.recv(tensor, 0)
+    _, written = publisher.write(load())
+    assert written.exists()
     dist.destroy_process_group()
     atexit._run_exitfuncs()
+    assert not written.exists()
 
 
-def test_a_job_ends_with_the_counts_of_all_its_calls(tmp_path: Path) -> None:
+def test_a_job_ends_with_the_counts_of_all_its_calls_and_without_files(tmp_path: Path) -> None:
     env = {"SYMM_STATS_INTERVAL": "3600", "SYMM_TRACE_DIR": str(tmp_path)}
-    said = run_ranks(counted, 2, backend=None, env=env).logs[0].splitlines()
+    said = run_ranks(counted, WORLD, backend=None, env=env).logs[0].splitlines()
     (head,) = [number for number, line in enumerate(said) if "calls of rank" in line]
     assert said[head].startswith("all 2102 calls of rank 0 (pid ")
     assert said[head + 1].split("  ")[0] == "collective"
@@ -181,8 +165,8 @@ def test_a_job_ends_with_the_counts_of_all_its_calls(tmp_path: Path) -> None:
     assert found["all_reduce"][1:6] == ["4", "KiB", "cpu", "2100", "8.01"]
     assert found["gather"][1:6] == ["8", "KiB", "cpu", "1", "7.81"]
     assert found["send"][1:6] == ["4", "KiB", "cpu", "1", "3.91"]
-    *_, total, mean, longest, rate = found["all_reduce"]
-    assert 0 < float(mean) <= float(longest) and float(total) > 0 and float(rate) > 0
+    total, mean, longest, rate = map(float, found["all_reduce"][-4:])
+    assert 0 < mean <= longest and total > 0 and rate > 0
 
 
 def test_counts_without_times_have_none() -> None:
@@ -199,39 +183,11 @@ def test_counts_without_times_have_none() -> None:
     ]
 
 
-def ending(rank: int, world: int) -> tuple[Path, list[bool]]:
-    # Drops the exit functions that were inherited from the test process.
-    atexit._clear()
-    _, path = publisher.write(load())
-    existed = path.exists()
-    atexit._run_exitfuncs()
-    return path, [existed, path.exists()]
-
-
-def test_a_file_is_removed_at_the_end_of_its_process(tmp_path: Path) -> None:
-    ((path, existed),) = run_ranks(ending, 1, backend=None, env={"SYMM_TRACE_DIR": str(tmp_path)})
-    assert path.parent == tmp_path and existed == [True, False]
-
-
-def test_the_folder_is_that_of_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SYMM_TRACE_DIR", "/somewhere")
-    assert files.folder() == Path("/somewhere")
-    monkeypatch.setenv("SYMM_TRACE_DIR", "relative")
-    monkeypatch.setenv("TMPDIR", "/scratch")
-    assert files.folder() == Path(f"/scratch/torch-symm-{os.geteuid()}")
-
-
-def test_only_the_first_rank_prints() -> None:
-    assert publisher._first(dump(0, []))
-    assert not publisher._first(dump(1, []))
-
-
 def test_only_private_folders_and_files_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, name = tmp_path / "traces", files.name(os.getpid())
     folder.mkdir(mode=0o700)
     file = folder / name
-    head = {"format": "torch-symm trace", "version": 1, "host": "here", "boot_id": "b", "pid": os.getpid()}
-    file.write_text(json.dumps({**head, "calls_made": 0, "calls_kept": 1, "written_ns": 1, "groups": [], "calls": []}))
+    file.write_text(json.dumps(dumps.dump(pid=os.getpid())))
     file.chmod(0o600)
 
     def top(place: Path) -> str:

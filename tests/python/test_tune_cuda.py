@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -114,16 +114,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         assert (device, world, source) == ("cuda", 4, "measured" if path else "links")
         return Named(served(tuning(path)), ranks)
 
-    def measure(
-        world: int,
-        device: str,
-        points: list[Point],
-        seconds: float,
-        visits: int,
-        received: Callable[[Point, float], None],
-        path: Path,
-        graphs: bool,
-    ) -> dict[Point, list[rank.Visit]]:
+    def measure(*given: Any, graphs: bool) -> dict[Point, list[rank.Visit]]:
+        world, device, points, seconds, visits, received, path = given
         assert (world, device, seconds, graphs) == (4, "cuda", 4.0, True)
         launched.append(tuning(path))
         names, found = served(launched[-1]), {}
@@ -168,7 +160,7 @@ class Recorded:
         self.replays += 1
         for _ in range(self._calls):
             self._run()
-        time.sleep(0.01)
+        time.sleep(0.002)
 
 
 def visited(me: int, world: int) -> tuple[list[float | None], list[int]]:
@@ -186,10 +178,11 @@ def visited(me: int, world: int) -> tuple[list[float | None], list[int]]:
     return [*times, caller.visit(0, point, 0.0, must=False)], [each.replays for each in recorded]
 
 
+@pytest.mark.timed
 def test_replays_are_timed_and_as_many_on_all_ranks() -> None:
     first, second = run_ranks(visited, 2)
     assert first == second
     times, replays = first
-    assert times[2] is None and all(us is not None and 500 <= us < 10_000 for us in times[:2]), "µs per call"
+    assert times[2] is None and all(us is not None and 100 <= us < 10_000 for us in times[:2]), "µs per call"
     # Each burst starts with one untimed replay; a first visit adds one burst to measure its duration.
     assert replays[0] >= 2 + 1 + rank.FEWEST and replays[1:] == [1 + rank.FEWEST, 0]

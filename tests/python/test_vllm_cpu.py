@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-import sys
 import types
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # Here once, not in each rank, where it would take seconds.
 import torch.distributed as dist
 import torch_symm
 from ranks import run_ranks
 from torch_symm.engines import vllm as engine
 from torch_symm.engines import vllm_cpu
+from vllm_doubles import put
 
 
 def module(shm: bool) -> Any:
@@ -23,13 +23,7 @@ def module(shm: bool) -> Any:
     made: Any = types.ModuleType(vllm_cpu._MODULE)
 
     class CpuCommunicator:
-        def __init__(
-            self,
-            cpu_group: dist.ProcessGroup,
-            device: torch.device | None = None,
-            device_group: dist.ProcessGroup | None = None,
-            unique_name: str = "",
-        ) -> None:
+        def __init__(self, cpu_group: Any, device: Any = None, device_group: Any = None, unique_name: str = "") -> None:
             self.cpu_group, self.device_group, self.unique_name = cpu_group, device_group, unique_name
             self.ranks = dist.get_process_group_ranks(cpu_group)
             self.world_size, self.rank = len(self.ranks), dist.get_rank(cpu_group)
@@ -51,9 +45,7 @@ def module(shm: bool) -> Any:
         def all_reduce(self, input: torch.Tensor, group: Any = None) -> None:
             self.calls.append("all_reduce")
 
-        def gather(
-            self, input: torch.Tensor, gather_list: list[torch.Tensor] | None, dst: int = -1, group: Any = None
-        ) -> None:
+        def gather(self, input: torch.Tensor, gather_list: Any, dst: int = -1, group: Any = None) -> None:
             self.calls.append("gather")
 
         def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, group: Any = None) -> None:
@@ -72,10 +64,8 @@ def module(shm: bool) -> Any:
 
 def install(shm: bool) -> Any:
     """Makes the stand-in importable, and registers the plug-in twice."""
-    parts = vllm_cpu._MODULE.split(".")
-    for end in range(1, len(parts)):
-        sys.modules[".".join(parts[:end])] = types.ModuleType(".".join(parts[:end]))
-    made = sys.modules[vllm_cpu._MODULE] = module(shm)
+    made = module(shm)
+    put(vllm_cpu._MODULE, made)
     theirs = made._CPUSHMDistributed
     vllm_cpu.register()
     vllm_cpu.register()
@@ -87,8 +77,7 @@ def test_vllms_entry_point_leads_here_on_cpus(monkeypatch: pytest.MonkeyPatch) -
     called: list[bool] = []
     platforms: Any = types.ModuleType("vllm.platforms")
     platforms.current_platform = types.SimpleNamespace(is_cpu=lambda: True)
-    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
-    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    put("vllm.platforms", platforms, monkeypatch)
     monkeypatch.setattr(vllm_cpu, "register", lambda: called.append(True))
     for setting, calls in (("0", 0), ("1", 1)):
         monkeypatch.setenv("SYMM_VLLM", setting)
@@ -102,7 +91,9 @@ def communicator(name: str, ranks: list[int] | None = None, *, shm: bool = True)
     return install(shm).CpuCommunicator(group, torch.device("cpu"), device_group=group, unique_name=name)
 
 
-def serves(rank: int, world: int, shm: bool) -> None:
+@pytest.mark.parametrize("shm", [True, False])
+@pytest.mark.ranks([2, 3], backend="gloo")
+def test_it_serves_groups_with_and_without_shared_memory_of_vllm(rank: int, world_size: int, shm: bool) -> None:
     made = communicator("tp:0", shm=shm)
     served = made.dist_module
     assert isinstance(served, vllm_cpu.SymmDistributed) and served.served and made.supports_tensor_dict
@@ -110,46 +101,38 @@ def serves(rank: int, world: int, shm: bool) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         whole = torch.arange(24, dtype=dtype).reshape(4, 6)
         for values in (whole.clone(), whole.t().clone().t(), torch.zeros(0, 6, dtype=dtype)):
-            expected = values * world
+            expected = values * world_size
             served.all_reduce(values, group=made.device_group)
             assert torch.equal(values, expected)
     own = torch.full((2, 3), float(rank))
-    output = torch.empty(2 * world, 3)
+    output = torch.empty(2 * world_size, 3)
     served.all_gather_into_tensor(output, own, group=made.device_group)
-    assert torch.equal(output, torch.arange(world).repeat_interleave(2)[:, None].expand(-1, 3).float())
-    parts = [torch.empty(2, 3) for _ in range(world)] if rank == 1 else None
+    assert torch.equal(output, torch.arange(world_size).repeat_interleave(2)[:, None].expand(-1, 3).float())
+    parts = [torch.empty(2, 3) for _ in range(world_size)] if rank == 1 else None
     served.gather(own, parts, dst=1, group=made.device_group)
-    assert parts is None or [part[0, 0].item() for part in parts] == list(range(world))
+    assert parts is None or [part[0, 0].item() for part in parts] == list(range(world_size))
 
     @torch.compile(fullgraph=True, backend="eager")
     def traced(values: torch.Tensor) -> torch.Tensor:
         served.all_reduce(values, group=None)
-        gathered = torch.empty(world * values.shape[0], values.shape[1])
+        gathered = torch.empty(world_size * values.shape[0], values.shape[1])
         served.all_gather_into_tensor(gathered, values, group=None)
         return gathered
 
-    assert torch.equal(traced(torch.ones(2, 3)), torch.full((2 * world, 3), float(world)))
+    assert torch.equal(traced(torch.ones(2, 3)), torch.full((2 * world_size, 3), float(world_size)))
     for kind in ("dp:0", "world"):
         assert not isinstance(communicator(kind, shm=shm).dist_module, vllm_cpu.SymmDistributed)
-
-
-@pytest.mark.parametrize("shm", [True, False])
-@pytest.mark.parametrize("world", [2, 3])
-def test_it_serves_groups_with_and_without_shared_memory_of_vllm(world: int, shm: bool) -> None:
-    run_ranks(serves, world, shm, backend="gloo")
 
 
 def dictionaries(rank: int, world: int) -> None:
     made = communicator("pp:0").dist_module
     sent: dict[str, torch.Tensor] = {
-        "hidden_states": torch.randn(5, 7).to(torch.bfloat16).t(),
+        "hidden_states": torch.linspace(-1, 1, 35).reshape(5, 7).to(torch.bfloat16).t(),
         "empty": torch.empty(0, 4),
         "scalar": torch.tensor(3),
         "flags": torch.tensor([True, False]),
     }
     many = {f"a longer name of tensor {i}": torch.full((1,), float(i)) for i in range(200)}
-    torch.manual_seed(1)
-    sent["hidden_states"] = torch.randn(5, 7).to(torch.bfloat16).t()
     for tensors in (sent, {}, many):
         if rank == 0:
             made.send_tensor_dict(tensors, 1)
@@ -161,13 +144,20 @@ def dictionaries(rank: int, world: int) -> None:
     if rank == 0:
         with pytest.raises(RuntimeError, match="'number' is of type int"):
             made.send_tensor_dict({"number": 3}, 1)
+    values = torch.ones(1000)
+    made.all_reduce(values)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(torch_symm.SymmPeerError, match="rank 1"):
+        made.all_reduce(values)
 
 
-def test_it_sends_dictionaries_of_tensors() -> None:
-    run_ranks(dictionaries, 2, backend="gloo")
+def test_it_sends_dictionaries_of_tensors_and_a_killed_worker_is_named() -> None:
+    run_ranks(dictionaries, 2, backend="gloo", expect_killed=(1,))
 
 
-def two_groups(rank: int, world: int) -> float:
+@pytest.mark.ranks(4, backend="gloo")
+def test_it_serves_groups_of_some_ranks(rank: int) -> None:
     mine = [0, 1] if rank < 2 else [2, 3]
     made = communicator(f"tp:{rank // 2}", mine).dist_module
     assert made.served
@@ -176,14 +166,12 @@ def two_groups(rank: int, world: int) -> float:
     parts = [torch.empty(1) for _ in mine] if rank in (1, 3) else None
     made.gather(torch.tensor([float(rank)]), parts, dst=mine[1])
     assert parts is None or [part.item() for part in parts] == mine
-    return values.item()
+    assert values.item() == (1.0 if rank < 2 else 5.0)
 
 
-def test_it_serves_groups_of_some_ranks() -> None:
-    assert list(run_ranks(two_groups, 4, backend="gloo")) == [1.0, 1.0, 5.0, 5.0]
-
-
-def rejected(rank: int, world: int, shm: bool) -> list[str]:
+@pytest.mark.parametrize("shm", [True, False])
+@pytest.mark.ranks(2, backend="gloo")
+def test_vllm_serves_a_group_that_symm_rejects_on_one_rank(rank: int, shm: bool) -> None:
     taken, lines = dist.new_group, []
     vllm_cpu.log.addFilter(lambda record: lines.append(record.getMessage()) or False)
 
@@ -193,45 +181,25 @@ def rejected(rank: int, world: int, shm: bool) -> list[str]:
             raise torch_symm.SymmConfigError("no shared memory")
         return taken(*given, backend="gloo" if backend == "symm" else backend, **named)
 
-    dist.new_group = new_group  # type: ignore[assignment]
+    dist.new_group = new_group
     made = communicator("tp:0", shm=shm)
     served = made.dist_module
     assert isinstance(served, vllm_cpu.SymmDistributed) and not served.served
     assert made.supports_tensor_dict is shm
     values = torch.ones(4)
     served.all_reduce(values, group=made.device_group)
-    parts = [torch.empty(4) for _ in range(world)] if rank == 0 else None
+    parts = [torch.empty(4) for _ in range(2)] if rank == 0 else None
     served.gather(values, parts, dst=0, group=made.device_group)
-    served.all_gather_into_tensor(torch.empty(4 * world), values, group=made.device_group)
+    served.all_gather_into_tensor(torch.empty(8), values, group=made.device_group)
     if shm:
         served.send_tensor_dict({}, 0)
         assert served.recv_tensor_dict(0) == {}
         calls = ["all_reduce", "gather", "all_gather_into_tensor", "send_tensor_dict", "recv_tensor_dict"]
         assert served._instead.calls == calls
     else:
-        assert (values == world).all()
-    return lines
-
-
-@pytest.mark.parametrize("shm", [True, False])
-def test_vllm_serves_a_group_that_symm_rejects_on_one_rank(shm: bool) -> None:
-    lines = run_ranks(rejected, 2, shm, backend="gloo")
-    assert lines[1] == [] and len(lines[0]) == 1
-    assert re.search("group tp:0, vLLM does: rank 1: SymmConfigError: no shared memory", lines[0][0])
-
-
-def killed(rank: int, world: int) -> None:
-    made = communicator("tp:0").dist_module
-    values = torch.ones(1000)
-    made.all_reduce(values)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(torch_symm.SymmPeerError, match="rank 1"):
-        made.all_reduce(values)
-
-
-def test_a_killed_worker_is_named() -> None:
-    run_ranks(killed, 2, backend="gloo", expect_killed=(1,))
+        assert (values == 2).all()
+    said = "group tp:0, vLLM does: rank 1: SymmConfigError: no shared memory"
+    assert len(lines) == (rank == 0) and all(said in line for line in lines)
 
 
 def test_another_signature_is_refused_and_nothing_is_changed(
@@ -239,11 +207,7 @@ def test_another_signature_is_refused_and_nothing_is_changed(
 ) -> None:
     made = module(shm=True)
     theirs, initialize = made._CPUSHMDistributed, made.CpuCommunicator.__init__
-    parts = vllm_cpu._MODULE.split(".")
-    for end in range(1, len(parts)):
-        name = ".".join(parts[:end])
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, vllm_cpu._MODULE, made)
+    put(vllm_cpu._MODULE, made, monkeypatch)
     monkeypatch.setattr(theirs, "gather", lambda self, input, dst: None)
     vllm_cpu.register()
     assert "symm is off" in caplog.text and "gather has the parameters (input, dst), not (input, gat" in caplog.text

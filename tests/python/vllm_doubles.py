@@ -1,13 +1,17 @@
-"""Duck types of the parts of vLLM that the plug-in uses, as a package ``vllm``, and its operators on CPU tensors."""
+"""Duck types of the parts of vLLM that the plug-in uses, as a package ``vllm``, and its operators on CPU tensors.
+
+``put`` also serves tests with stand-ins of other packages.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -80,8 +84,18 @@ FILES = {
 }
 
 
+def put(name: str, module: Any, patch: Any = None) -> None:
+    """Makes an import of ``name`` return ``module``, below empty modules; for good without a ``patch`` of pytest."""
+    place: Any = patch.setitem if patch else dict.__setitem__
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        parent = ".".join(parts[:end])
+        place(sys.modules, parent, ModuleType(parent))
+    place(sys.modules, name, module)
+
+
 def write(folder: Path, **replaced: str) -> Path:
-    """Writes the package into ``folder``, which ranks then ``use``. ``replaced``: new text for files by name."""
+    """Writes the package into ``folder``, ``replaced``: new text for files by name."""
     for name, text in FILES.items():
         file = folder / "vllm" / f"{name}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -94,6 +108,12 @@ def write(folder: Path, **replaced: str) -> Path:
 def use(folder: Path) -> None:
     """Makes ``import vllm`` find the package in ``folder``."""
     sys.path.insert(0, str(folder))
+
+
+@pytest.fixture
+def vllm_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes the package into ``tmp_path``, where ``import vllm`` finds it."""
+    monkeypatch.syspath_prepend(write(tmp_path))
 
 
 def lines() -> list[str]:

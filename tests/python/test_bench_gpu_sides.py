@@ -1,27 +1,80 @@
-"""vLLM's and FlashInfer's all-reduces in the GPU benchmark, with stand-ins for both on CPU tensors."""
+"""The sides of the GPU benchmark, with stand-ins: torch's symmetric memory, barriers, vLLM and FlashInfer."""
 
 from __future__ import annotations
 
-import sys
+import importlib
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from torch_symm.tools.bench import command, cuda
-from torch_symm.tools.bench.gpu import cell, engines
-from torch_symm.tools.bench.gpu.contenders import Side, UnavailableError
-from torch_symm.tools.bench.gpu.inputs import Inputs, Setting
+from torch_symm.tools.bench import cuda
+from torch_symm.tools.bench.gpu import cell, contenders, engines, torch_calls
+from torch_symm.tools.bench.gpu.calls import nccl_barrier
+from torch_symm.tools.bench.gpu.contenders import GroupFailed, Side, UnavailableError
+from torch_symm.tools.bench.gpu.inputs import Inputs, Place, Setting
 from torch_symm.tools.bench.gpu.norm import HIDDEN
+from vllm_doubles import put
 
 CPU = torch.device("cpu")
 CUSTOM = "vllm.distributed.device_communicators.custom_all_reduce"
 ROWS = 3
+
+
+def test_barriers_do_not_block_the_host_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+    stream = SimpleNamespace(synchronize=lambda: done.append("stream"))
+    handle = SimpleNamespace(barrier=lambda channel: done.append(f"barrier {channel}"))
+    work = SimpleNamespace(synchronize=lambda: done.append("work"), wait=lambda: done.append("wait"))
+
+    def barrier(group: object, device_ids: list[int | None], async_op: bool = False) -> object:
+        done.append(("barrier", async_op))
+        return work if async_op else None
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(dist, "barrier", barrier)
+    pads = torch_calls.signal_pad_barrier(handle)
+    for build, capturing, expected in (
+        (pads, False, ["barrier 0", "stream"]),
+        (pads, True, ["barrier 0"]),
+        (nccl_barrier, False, [("barrier", False)]),
+        (nccl_barrier, True, [("barrier", True), "work"]),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        done.clear()
+        build(Setting(0, Inputs(2, 8, torch.float32, CPU, seed=0), None, None, None)).run()
+        assert done == expected
+
+
+def test_a_torch_without_low_contention_forms_is_named() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.ops, "symm_mem", SimpleNamespace(_low_contention_all_gather=print))
+        with pytest.raises(UnavailableError, match="has no _low_contention_reduce_scatter"):
+            contenders._low_contention(None)
+    importlib.import_module("torch.distributed._symmetric_memory")
+    assert set(contenders._low_contention(None)) == {"all_gather", "reduce_scatter"}
+
+
+@pytest.mark.parametrize("answer", ["TIMEOUT", "COMM_ERROR"])
+def test_a_group_that_failed_silently_is_noticed(answer: str) -> None:
+    error = "SUCCESS"
+    backend = SimpleNamespace(get_error=lambda: f"ErrorType.{error}")
+    side = Side("x", SimpleNamespace(_get_backend=lambda _device: backend), Place(torch.empty(0), torch.empty(0)))
+    side.sound(CPU)
+    error = answer
+    with pytest.raises(GroupFailed, match=answer):
+        side.sound(CPU)
+
+
+@pytest.mark.ranks(1)
+def test_native_groups_answer_as_the_benchmark_reads_it() -> None:
+    Side("symm", dist.group.WORLD, Place(torch.empty(0), torch.empty(0))).sound(CPU)
+    assert str(dist.group.WORLD._get_backend(CPU).get_error()).endswith("SUCCESS")
 
 
 class CustomAllreduce:
@@ -89,14 +142,6 @@ class Flashinfer(types.ModuleType):
             norm_out.copy_(torch.nn.functional.rms_norm(residual_out, (HIDDEN,), rms_gamma, rms_eps))
 
 
-def put(name: str, module: Any) -> None:
-    """Makes an import of ``name`` return ``module``."""
-    for end in range(1, len(name.split("."))):
-        parent = ".".join(name.split(".")[:end])
-        sys.modules[parent] = types.ModuleType(parent)
-    sys.modules[name] = module
-
-
 def setting(side: Side, dtype: torch.dtype = torch.float32) -> Setting:
     inputs = Inputs(dist.get_world_size(), ROWS * HIDDEN, dtype, CPU, seed=5)
     pristine = torch.empty(inputs.count, dtype=dtype)
@@ -116,7 +161,41 @@ def checked(side: Side, op: str, at: Setting) -> None:
     assert call.check(2) is None
 
 
-def vllm_on_ranks(rank: int, world: int) -> None:
+@pytest.mark.ranks(2, backend="gloo")
+def test_low_contention_forms_are_called_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited, wrong = list[torch.Tensor](), 0.0
+
+    def all_gather(source: torch.Tensor, name: str) -> torch.Tensor:
+        assert name == dist.group.WORLD.group_name
+        output = torch.empty(2 * source.numel())
+        dist.all_gather_into_tensor(output, source)
+        output[-1] += wrong
+        return output
+
+    def reduce_scatter(source: torch.Tensor, op: str, name: str) -> torch.Tensor:
+        assert (op, name) == ("sum", dist.group.WORLD.group_name)
+        output = torch.empty(source.numel() // 2)
+        dist.reduce_scatter_tensor(output, source.clone())
+        output[-1] += wrong
+        return output
+
+    monkeypatch.setattr(torch.ops._c10d_functional, "wait_tensor", lambda tensor: waited.append(tensor) or tensor)
+    place = Place(*(torch.zeros(ROWS * HIDDEN * 4, dtype=torch.uint8) for _ in range(2)))
+    for function in (all_gather, reduce_scatter):
+        op = function.__name__
+        monkeypatch.setattr(torch.ops.symm_mem, f"_low_contention_{op}", function, raising=False)
+        side = Side(op, dist.group.WORLD, place, builders={op: getattr(torch_calls, f"low_contention_{op}")})
+        checked(side, op, setting(side))
+        call, wrong = side.builders[op](setting(side)), 1.0
+        call.reset()
+        call.run()
+        assert "1 elements wrong" in call.check(1)
+        wrong = 0.0
+    assert len(waited) == 6
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_vllms_all_reduce_is_called_and_checked() -> None:
     module: Any = types.ModuleType(CUSTOM)
     module.CustomAllreduce = CustomAllreduce
     put(CUSTOM, module)
@@ -126,7 +205,7 @@ def vllm_on_ranks(rank: int, world: int) -> None:
     at = setting(side)
     checked(side, "all_reduce", at)
     with pytest.raises(NotImplementedError, match="int32"):
-        side.builders["all_reduce"](setting_of(at, torch.int32))
+        side.builders["all_reduce"](replace(at, inputs=Inputs(2, at.inputs.count, torch.int32, CPU, seed=5)))
     (comm,) = side.keep
     assert isinstance(comm, CustomAllreduce)
     comm.max_size = 16
@@ -139,16 +218,8 @@ def vllm_on_ranks(rank: int, world: int) -> None:
         engines.vllm(CPU, size)
 
 
-def setting_of(at: Setting, dtype: torch.dtype) -> Setting:
-    inputs = Inputs(at.world, at.inputs.count, dtype, CPU, seed=5)
-    return Setting(at.rank, inputs, at.pristine, at.group, at.place)
-
-
-def test_vllms_all_reduce_is_called_and_checked() -> None:
-    run_ranks(vllm_on_ranks, 2, backend="gloo")
-
-
-def flashinfer_on_ranks(rank: int, world: int) -> None:
+@pytest.mark.ranks(2, backend="gloo")
+def test_flashinfers_kernels_are_called_and_checked(rank: int) -> None:
     module = Flashinfer()
     put("flashinfer.comm", module)
     usual = engines.new_group
@@ -161,14 +232,10 @@ def flashinfer_on_ranks(rank: int, world: int) -> None:
                 checked(side, op, setting(side, dtype))
         assert module.one_shot == {one_shot}
     assert [how["dtype"] for how in module.made] == [torch.float32, torch.bfloat16] * 2
-    assert {(how["rank"], how["world_size"], how["hidden_dim"]) for how in module.made} == {(rank, world, HIDDEN)}
-    odd = Inputs(world, HIDDEN + 8, torch.float32, CPU, seed=5)
+    assert {(how["rank"], how["world_size"], how["hidden_dim"]) for how in module.made} == {(rank, 2, HIDDEN)}
+    odd = Inputs(2, HIDDEN + 8, torch.float32, CPU, seed=5)
     with pytest.raises(NotImplementedError, match="8200 elements are not rows of 8192"):
         side.builders["all_reduce"](Setting(rank, odd, torch.zeros(odd.count), side.group, side.place)).run()
-
-
-def test_flashinfers_kernels_are_called_and_checked() -> None:
-    run_ranks(flashinfer_on_ranks, 2, backend="gloo")
 
 
 @pytest.mark.parametrize(
@@ -177,6 +244,7 @@ def test_flashinfers_kernels_are_called_and_checked() -> None:
 def test_what_is_not_installed_is_said_in_one_line(
     monkeypatch: pytest.MonkeyPatch, name: str, module: str, package: str
 ) -> None:
+    assert set(engines.all_sides()) >= set(cuda.AGAINST[name])
     make = engines.all_sides()[name]
 
     def missing(_: str) -> None:
@@ -186,26 +254,12 @@ def test_what_is_not_installed_is_said_in_one_line(
         patch.setattr(engines, "import_module", missing)
         with pytest.raises(UnavailableError, match=f"^{package} is not installed$"):
             make(CPU, 1024)
-    for end in range(1, module.count(".") + 1):
-        parent = ".".join(module.split(".")[:end])
-        monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
-    monkeypatch.setitem(sys.modules, module, None)
+    put(module, None, monkeypatch)
     with pytest.raises(UnavailableError, match=f"^{package} cannot be imported: .*{module}"):
         make(CPU, 1024)
-    monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+    put(module, types.ModuleType(module), monkeypatch)
     with pytest.raises(UnavailableError, match=rf"^this version of {package} has no {module}\.\w+$"):
         make(CPU, 1024)
-
-
-@pytest.mark.usefixtures("forked")
-def test_they_are_selected_by_name_and_left_out_on_cpu_tensors(capfd: pytest.CaptureFixture[str]) -> None:
-    assert set(engines.all_sides()) >= {*cuda.AGAINST["vllm"], *cuda.AGAINST["flashinfer"]}
-    made = command.parser()
-    given = ["all_reduce", "--device", "cpu", "-b", "8", "-n", "3", "--against", "vllm,flashinfer"]
-    assert command.run(made, made.parse_args(given)) == 0
-    printed = capfd.readouterr()
-    for side in ("vllm", "flashinfer"):
-        assert (printed.out + printed.err).count(f"{side}: serves CUDA tensors only") == 1, printed
 
 
 def test_graphs_are_captured_in_the_context_of_the_side() -> None:
