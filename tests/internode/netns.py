@@ -114,7 +114,7 @@ class Nodes:
                 if os.readlink(process / "ns" / "pid") == inside:
                     os.kill(int(process.name), number)
 
-    def wait(self, name: str, ranks: Sequence[int] | None = None, timeout: float = 60) -> list[Path]:
+    def wait(self, name: str, ranks: Sequence[int] | None = None, timeout: float = 150) -> list[Path]:
         """Waits for the files ``name-RANK`` of ``ranks``, or of all, and returns their paths."""
         deadline = time.monotonic() + timeout
         paths = [self.place / f"{name}-{rank}" for rank in (range(sum(self.layout)) if ranks is None else ranks)]
@@ -123,7 +123,7 @@ class Nodes:
             time.sleep(0.01)
         return paths
 
-    def results(self, ranks: Sequence[int] | None = None, timeout: float = 60) -> list[Any]:
+    def results(self, ranks: Sequence[int] | None = None, timeout: float = 150) -> list[Any]:
         """The return values of ``ranks``, or of all."""
         return [json.loads(path.read_text()) for path in self.wait("result", ranks, timeout)]
 

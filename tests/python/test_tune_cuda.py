@@ -184,5 +184,7 @@ def test_replays_are_timed_and_as_many_on_all_ranks() -> None:
     assert first == second
     times, replays = first
     assert times[2] is None and all(us is not None and 100 <= us < 10_000 for us in times[:2]), "µs per call"
-    # Each burst starts with one untimed replay; a first visit adds one burst to measure its duration.
-    assert replays[0] >= 2 + 1 + rank.FEWEST and replays[1:] == [1 + rank.FEWEST, 0]
+    # Each burst starts with one untimed replay; a first visit adds one burst to measure its duration. A replay that
+    # takes long, as on a busy machine, is measured less often.
+    assert replays[0] >= 2 + 1 + rank.FEWEST_LONG and replays[2] == 0
+    assert replays[1] in (1 + rank.FEWEST_LONG, 1 + rank.FEWEST)

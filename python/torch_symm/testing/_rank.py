@@ -26,6 +26,8 @@ LEAVE_S = 5.0
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 _here: tuple[int, int, Path] | None = None
+#: Whether `_write_calls` is running.
+_writing = False
 
 
 @dataclasses.dataclass
@@ -282,9 +284,11 @@ def _show_stacks_on_request(folder: Path, rank: int) -> None:
 
 def _write_calls(folder: Path, rank: int) -> None:
     """Writes the last calls of groups of symm, if this process has used any."""
-    native = sys.modules.get("torch_symm._native")
-    if native is None:
+    global _writing
+    # SIGUSR1 may arrive while this function runs, or while it imports what it needs.
+    if _writing or "torch_symm._native" not in sys.modules:
         return
+    _writing = True
     import torch_symm
 
     lines = []
@@ -293,6 +297,8 @@ def _write_calls(folder: Path, rank: int) -> None:
     except ImportError:
         # Without the native part, there are no calls.
         return
+    finally:
+        _writing = False
     for call in calls:
         number = "" if call["sequence"] is None else f" #{call['sequence']}"
         lines.append(f"{call['call']}{number} {call['outcome'] or call['state']}")
