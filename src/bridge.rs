@@ -216,8 +216,8 @@ pub mod ffi {
         type Completion;
         /// `source` is the rank that sent a received message, otherwise -1.
         fn complete(self: &Completion, status: &Status, source: i32);
-        /// Abandons the windows that start within `bytes` at `address` in device memory that is
-        /// about to be freed.
+        /// Abandons the windows that start in the `bytes` bytes of device memory at `address`,
+        /// which are about to be freed.
         fn forget_windows(address: usize, bytes: usize);
     }
 
@@ -248,12 +248,12 @@ pub mod ffi {
             transports: SharedPtr<TransportsHandle>,
             spec: &JoinSpec,
         ) -> JoinResult;
-        /// Runs `calls` in order and returns when they have ended: on this thread if the group is
-        /// idle. A failed call fails the group. `profiled`: the flight recorder notes for which
+        /// Runs `calls` in order, on this thread if the group is idle, and returns when they have
+        /// ended. A failed call fails the group. `profiled`: the flight recorder notes for which
         /// ranks this rank waits.
         fn run(self: &GroupHandle, calls: &[CallSpec], timeout_ms: i64, profiled: bool) -> Outcome;
-        /// Queues `calls`. `done` is called only if they were queued: the status is 0 and `asides`
-        /// of the outcome is empty.
+        /// Queues `calls`. `done` is called only if they were queued, that is, if the status of the
+        /// outcome is 0 and `asides` is empty.
         fn submit(
             self: &GroupHandle,
             calls: &[CallSpec],
@@ -269,7 +269,7 @@ pub mod ffi {
         /// Starts a receive; the returned ticket is for `wait`.
         fn recv(self: &GroupHandle, transfer: &MessageSpec, done: UniquePtr<Completion>) -> u64;
         /// Blocks until the completion of `ticket` has been called, and advances calls meanwhile.
-        /// Kind 9 if `timeout_ms` passes first.
+        /// Returns kind 9 if `timeout_ms` passes first.
         fn wait(self: &GroupHandle, ticket: u64, timeout_ms: i64) -> Status;
         /// Advances pending messages without blocking.
         fn progress(self: &GroupHandle);
@@ -293,10 +293,10 @@ pub mod ffi {
             timeout_ms: i64,
         ) -> Status;
         /// Sets up the group's memory on CUDA device `device`; blocks until all ranks have called
-        /// it or launched. Idempotent.
+        /// this function or `launch`. Idempotent.
         fn connect(self: &GroupHandle, device: i32) -> Status;
-        /// Waits until every rank has called it: a barrier, except that a timeout's error lists the
-        /// missing ranks on the root.
+        /// Runs a barrier: returns once every rank has called this function. On rank 0, the error
+        /// of a timeout lists the missing ranks.
         fn monitored_barrier(
             self: &GroupHandle,
             timeout_ms: i64,
@@ -364,8 +364,8 @@ pub mod ffi {
         fn check_process(self: &WindowHandle) -> Status;
         /// Keeps the memory until the group ends, because a graph that is being recorded uses it.
         fn record(self: &WindowHandle);
-        /// Returns, or lets `stream` continue, once all ranks have called it on this channel. On a
-        /// stream, the error of a later call names late ranks.
+        /// Returns, or lets `stream` continue, once all ranks have called it on this channel. If a
+        /// barrier on a stream times out, the error of a later call names the late ranks.
         fn barrier(self: &WindowHandle, channel: i32, timeout_ms: i64, stream: usize) -> Status;
         /// Sets this rank's word of `channel` in the pad of `peer`, once it is clear.
         fn put_signal(

@@ -41,8 +41,9 @@ const IDLE_THREAD_TIMEOUT: Duration = Duration::from_secs(1);
 /// the worker runs the job. While calls keep arriving, a worker that polls need not be woken by
 /// submitters: if every core has a rank, a wake-up takes longer than a short collective.
 const DEFERRED_JOB_POLL: Duration = Duration::from_millis(1);
-/// The time after which the submitter of a job counts as late: it computes first, whereas torch's
-/// functional collectives wait immediately. `docs/measurements/cpu.md` has the figures.
+/// A submitter that waits for its job within this time of submitting it counts as prompt: torch's
+/// functional collectives wait immediately, whereas other programs compute first.
+/// `docs/measurements/cpu.md` has the figures.
 const PROMPT_SUBMITTER: Duration = Duration::from_micros(150);
 
 /// A group's queue.
@@ -145,7 +146,7 @@ impl CallQueue {
     /// have no number and no entry in the flight recorder.
     pub fn run_intra_node(&self, calls: &[Call<'_>], timeout: Duration) -> Result<()> {
         let mut state = loop {
-            // After all earlier calls.
+            // Runs no call, but returns after all earlier calls.
             self.run(&[], timeout)?;
             let state = lock(&self.state);
             if !state.busy && state.queue.is_empty() {
@@ -287,9 +288,9 @@ impl CallQueue {
         lock(&self.state)
     }
 
-    /// Waits until no call is queued or running. Returns false if that takes longer than `limit`,
-    /// or [`DESTROY_GRACE`] while a thread is inside a call, which must not stay there because
-    /// another thread destroys the group. Completions may still be running.
+    /// Waits until no call is queued or running; completions may still be running. Returns false if
+    /// that takes longer than `limit`. While a thread is inside a call, the limit is at most
+    /// [`DESTROY_GRACE`]: that thread must return soon, because another thread destroys the group.
     pub fn drain(&self, limit: Duration) -> bool {
         let since = Instant::now();
         let mut state = lock(&self.state);

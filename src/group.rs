@@ -206,9 +206,9 @@ impl Group {
         }
     }
 
-    /// Reports, as `reject` does, an operator on symmetric memory of the host that this rank
-    /// rejected before its first barrier. Has no effect on several nodes, where there are no
-    /// windows.
+    /// Reports, as `reject` does, that this rank rejected an operator on symmetric memory of the
+    /// host before the operator's first barrier. Has no effect on several nodes, where no windows
+    /// exist.
     pub fn reject_operator(&self, text: String) {
         if self.internode.is_none() && self.check_alive().is_ok() {
             self.rejections.add(text, RejectedCall::Operator);
@@ -291,7 +291,8 @@ impl Group {
         drop(lock(&self.watching).take());
         drop(lock(&self.lease).take());
         self.recorder.leave();
-        // Other owners of the group may still query its failure, which is in the part that is kept.
+        // Other owners of the group may still query its failure, which is in the part of the memory
+        // that is kept.
         let kept = self.control.segment().leave_file(self.control.layout().control_bytes());
         kept.unwrap_or_else(|errno| log::debug!("group \"{name}\" keeps its memory: {errno}"));
         if let Some(internode) = &self.internode {
@@ -312,7 +313,7 @@ impl Group {
         &self.control
     }
 
-    /// Starts or stops recording in the flight recorder for which ranks calls wait.
+    /// Starts or stops the recording, in the flight recorder, of the ranks for which calls wait.
     pub fn watch(&self, on: bool) {
         self.recorder.watch(on);
     }

@@ -1,9 +1,9 @@
 //! The health of a group: its first failure, and how all parts of the group learn of it.
 //!
 //! A failure is recorded in the control block, which wakes all ranks of this node. Each part of a
-//! group that has to act on it is a [`FailureListener`]: messages end, then the nodes report the
-//! failure to each other and drop the rail. The first call of [`Health::fail`] does all of that
-//! once, in this order.
+//! group that has to act on it is a [`FailureListener`]: first the messages end, then the
+//! inter-node part reports the failure to the other nodes and drops the rail. The first call of
+//! [`Health::fail`] does all of that once, in this order.
 
 use crate::coll::cuda::communicator::Communicator;
 use crate::control::ControlBlock;
@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 
 /// Maximum time that a rank which has lost a connection waits for the reason.
 const CAUSE_WAIT: Duration = Duration::from_millis(400);
-/// Maximum time in which a failure is reported. After this time, a connection counts as lost
-/// because its peer has left.
+/// How long a rank that has lost a connection waits only for a failure. After this time, the exit
+/// of a rank of another node counts as the reason, too.
 const CAUSE_WAIT_LOCAL: Duration = Duration::from_millis(150);
 /// Poll interval of a rank that waits for the reason of a loss.
 const CAUSE_POLL: Duration = Duration::from_millis(10);
@@ -133,8 +133,9 @@ impl Health {
         self.communicator().and_then(|communicator| communicator.failure())
     }
 
-    /// Returns the reason why this rank lost a connection, if it is known within `limit`: a
-    /// failure, or the exit of a rank of another node, preferably the rank with this `local` index.
+    /// Returns the reason why this rank lost a connection, if it is known within `limit` and
+    /// `CAUSE_WAIT`: a failure, or the exit of a rank of another node, preferably the rank with
+    /// this `local` index.
     pub fn cause(&self, local: usize, limit: Duration) -> Option<Error> {
         let (begun, most) = (Instant::now(), limit.min(CAUSE_WAIT));
         loop {
@@ -205,7 +206,7 @@ mod tests {
                 "it stands before anybody hears of it"
             );
             lock(&self.heard).push((self.name, failure.message.clone()));
-            // A part that ends may report what it was doing.
+            // A part that is notified may fail the group itself; the first failure stays.
             assert_eq!(self.health.fail(Error::peer("rail lost")), *failure);
         }
 

@@ -46,7 +46,7 @@ pub struct Seat {
 pub struct Buffer {
     /// The owner, which keeps the memory alive.
     pub owner: Arc<dyn Any + Send + Sync>,
-    /// Address of the first byte; memory of a device is aligned to 256.
+    /// Address of the first byte; memory of a device is aligned to 256 bytes.
     pub address: usize,
     /// Length in bytes.
     pub bytes: usize,
@@ -79,7 +79,7 @@ pub struct Manner<'a> {
 ///
 /// Only `abort` may be called concurrently with another function.
 pub trait Transport: Send + Sync {
-    /// Starts to gather `from` of all ranks at `to` on each, in rank order.
+    /// Starts to gather the bytes at `from` of all ranks at `to` on every rank, in rank order.
     fn all_gather(&self, _from: Span, _to: Span, _manner: Manner<'_>) -> Result<Work> {
         Err(lacks("all_gather"))
     }
@@ -123,7 +123,7 @@ pub trait Transport: Send + Sync {
     /// of other backends.
     fn abort(&self) {}
 
-    /// Releases the backend, whose transfers have ended.
+    /// Releases the backend. Its transfers must have ended.
     fn shutdown(&self) {}
 }
 

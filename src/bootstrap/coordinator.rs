@@ -76,8 +76,8 @@ impl CoordinatorResources {
             rejected: RateLimit::new(),
         };
         let outcome = reception.accept_members().and_then(|()| {
-            // Every rank has read the key, and a rank that gets its answer may start the next group
-            // of this name.
+            // Every rank has read the key. It is removed before the first answer, because a rank
+            // that gets its answer may start the next group of this name.
             claim.withdraw();
             reception.answer_all(&self.segment).inspect_err(|_| claim.restore())
         });

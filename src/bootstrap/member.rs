@@ -1,4 +1,4 @@
-//! Any other rank: requests the memory from rank 0.
+//! A rank other than 0: requests the memory from rank 0.
 
 use super::claim::RankClaim;
 use super::collect_records::{RankRecords, RecordStatus, STALE_RECORD_POLL, read};
@@ -26,8 +26,8 @@ impl MemberResources {
     pub(super) fn create(attempt: &Attempt<'_>) -> Result<Self> {
         let place =
             socket::unconnected().map_err(|errno| attempt.refused(Required::Connect, errno))?;
-        // Tried before this rank publishes its record, which can then report that the system denies
-        // the call: rank 0 reads no record once it distributes the memory.
+        // Tried before this rank publishes its record. If the system denies the call, the record
+        // can report that; rank 0 reads no record once it distributes the memory.
         match socket::receive(&place, &mut [0]) {
             Err(errno) if errno != Errno::NOTCONN => Err(attempt.refused(Required::Receive, errno)),
             Ok(_) | Err(_) => Ok(Self { place }),
@@ -80,7 +80,8 @@ fn ask(
             Err(errno) => return Err(attempt.refused(Required::Poll, errno)),
         }
         if !fds[0].revents().is_empty() {
-            // Freed for the descriptor that arrives now.
+            // Frees the reserved descriptor, so that the descriptor that arrives now gets its
+            // place.
             drop(place.take());
         }
         let mut buffer = [0; BUFFER];
@@ -97,7 +98,7 @@ fn ask(
                     return Err(error);
                 }
             }
-            // Closed without an answer.
+            // Rank 0 has closed the connection without an answer.
             Ok(_) | Err(Errno::CONNRESET) => {
                 return attempt.end_of(Rank(0), process, PROCESS_EXIT_DELAY).map_or(Ok(None), Err);
             }
@@ -197,7 +198,7 @@ fn next_record(
         {
             return Ok((*record, member));
         }
-        // Rank 0 was alive when its record was read.
+        // Rank 0 was alive when its record was read, so this rank fails if rank 0 has ended since.
         if let Some(error) = attempt.end_of(Rank(0), process, Duration::ZERO) {
             return Err(error);
         }

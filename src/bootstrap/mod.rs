@@ -60,7 +60,8 @@ pub const MAX_SIZE: u32 = 128;
 /// deadline may be a little later.
 const COORDINATOR_GRACE: Duration = Duration::from_millis(300);
 
-/// The shortest pause between two polls of the store, per polling rank, and the longest pause.
+/// The shortest pause between two polls of the store, multiplied by the number of polling ranks,
+/// and the longest pause.
 const STORE_POLL_MIN: Duration = Duration::from_micros(50);
 const STORE_POLL_MAX: Duration = Duration::from_millis(50);
 
@@ -85,15 +86,15 @@ pub struct JoinSpec<'a> {
     /// Size of the prefix that rank 0 allocates in advance, so that every rank gets the error if
     /// memory is short.
     pub reserved_bytes: usize,
-    /// True to reject a process that later claims one of these ranks while the group lives. Costs a
-    /// key per rank, which stays in the store, and a file descriptor.
+    /// True to reject a process that later claims a rank of this group while the group lives. Costs
+    /// a key per rank, which stays in the store, and a file descriptor.
     pub hold_rank: bool,
     /// The group's members by their ranks in the default group, equal on all ranks that list any;
     /// empty if they are the same as in this group.
     pub global_ranks: &'a [i32],
     /// Order in which reductions combine the ranks' elements, the same on all ranks.
     pub order: SumOrder,
-    /// The facts that this process knows about the ranks from other groups.
+    /// The facts about the group's ranks that this process knows from other groups.
     pub known: Option<KnownPeers>,
 }
 
@@ -222,7 +223,7 @@ impl Attempt<'_> {
         }
     }
 
-    /// Returns the error that ended the process of `rank`, if another group knows it.
+    /// Returns the error for a `rank` whose process has ended, if another group knows of that end.
     fn known_end(&self, rank: Rank) -> Option<Error> {
         let known = self.spec.known?;
         let global =
@@ -274,13 +275,13 @@ impl Attempt<'_> {
         )
     }
 
-    /// Returns the error that this rank cannot join.
+    /// Returns `error` with a message which says that this rank cannot join because of it.
     fn unable(&self, error: Error) -> Error {
         Error { message: format!("{} cannot join {}: {error}", self.me(), self.group()), ..error }
     }
 
-    /// Returns the error of a failed system call; if file descriptors ran out, with the limit and
-    /// the number needed.
+    /// Returns the error of a failed system call. If file descriptors ran out, the message has the
+    /// limit and the number needed.
     fn refused(&self, step: Required, errno: Errno) -> Error {
         if errno != Errno::MFILE {
             return self.unable(step.failed(errno));

@@ -71,8 +71,8 @@ fn key(attempt: &Attempt<'_>) -> String {
     format!("{}/membership", attempt.spec.rank)
 }
 
-/// Returns once no other process holds this rank's membership. Fails if one still holds it after a
-/// while; without `wait`, fails at once.
+/// Returns once no other process holds this rank's membership. Fails if a process still holds it
+/// after [`LEASE_RELEASE_TIMEOUT`]; without `wait`, fails at once.
 pub(super) fn reject_taken(attempt: &Attempt<'_>, wait: bool) -> Result<()> {
     let give_up = Instant::now() + LEASE_RELEASE_TIMEOUT.min(attempt.clock.remaining());
     loop {
@@ -107,7 +107,7 @@ fn holder(attempt: &Attempt<'_>) -> Result<Option<u32>> {
         return Ok(None);
     }
     match socket::connect_to(&held.socket) {
-        // `AGAIN`: earlier checks fill the listener's queue.
+        // `AGAIN` also means that a process listens: connections of earlier checks fill its queue.
         Ok(_) | Err(Errno::AGAIN) => Ok(Some(held.pid)),
         Err(Errno::CONNREFUSED | Errno::NOENT) => Ok(None),
         Err(errno) => Err(attempt.refused(Required::Connect, errno)),

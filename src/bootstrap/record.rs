@@ -153,8 +153,8 @@ pub(super) fn agree(group: &str, records: &[&JoinRecord]) -> Result<()> {
             first.rank, first.order, other.rank, other.order
         )));
     }
-    // The lists are compared before the nodes, because ranks with other lists may be on any node. A
-    // rank without a list agrees with every list.
+    // The lists are compared before the nodes, because ranks with different lists may be on any
+    // node. A rank without a list agrees with every list.
     if let Some(first) = records.iter().find(|record| !record.global_ranks.is_empty())
         && let Some(other) = records.iter().find(|record| {
             !record.global_ranks.is_empty() && record.global_ranks != first.global_ranks

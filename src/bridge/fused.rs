@@ -63,8 +63,8 @@ pub mod ffi {
     /// enqueue its steps.
     struct FusedCall {
         status: Status,
-        /// Size of the memory to make, together with all ranks; if `keep`, graphs still use the
-        /// present memory.
+        /// Size of the memory that this rank and all others must make together; if `keep` is true,
+        /// graphs still use the present memory.
         make: usize,
         keep: bool,
         /// Offset of the call's piece of the workspace in bytes.
@@ -200,7 +200,7 @@ impl FusedWorkspace {
         call
     }
 
-    /// Finds the call's turn and its steps, or the memory that must be made first.
+    /// Finds the call's slot of the workspace and its steps, or the memory that must be made first.
     fn begin(
         &mut self,
         spec: &ProductSpec,

@@ -17,7 +17,7 @@ use std::sync::Mutex;
 extern "C" fn symm_alloc(bytes: usize, device: c_int, _stream: *mut c_void) -> *mut c_void {
     let mut address = 0;
     let outcome = guarded(|| {
-        // The host's heap has number -1, but does not belong to torch's CUDA pools.
+        // Rejects -1, the number of the host's heap, which does not belong to torch's CUDA pools.
         u32::try_from(device)
             .map_err(|_| Error::value(format!("there is no CUDA device {device}")))?;
         address = symm_mem::allocate(device, bytes)?;
@@ -33,8 +33,8 @@ extern "C" fn symm_alloc(bytes: usize, device: c_int, _stream: *mut c_void) -> *
     std::ptr::without_provenance_mut(address as usize)
 }
 
-/// Frees a segment of `symm_alloc`, which stays while a window on it is held. A failure is only
-/// logged, because torch has forgotten the segment already.
+/// Frees a segment that `symm_alloc` has returned; the memory stays while a window on it is held. A
+/// failure is only logged, because torch has forgotten the segment already.
 #[unsafe(no_mangle)]
 extern "C" fn symm_free(segment: *mut c_void, bytes: usize, device: c_int, _stream: *mut c_void) {
     let address = segment.addr() as u64;

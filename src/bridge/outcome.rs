@@ -16,8 +16,8 @@ pub(super) fn guarded(body: impl FnOnce() -> Result<()>) -> ffi::Status {
     status(outcome)
 }
 
-/// Runs `body` with `completion`; on failure, calls `completion` with the error here and returns
-/// ticket 0, which is always complete.
+/// Runs `body` with `completion`. On failure, calls `completion` with the error on this thread and
+/// returns ticket 0, which is always complete.
 pub(super) fn started(body: impl FnOnce(Completion) -> Result<u64>, completion: Completion) -> u64 {
     let failed = completion.clone();
     let outcome = catch_unwind(AssertUnwindSafe(|| body(completion)))

@@ -36,7 +36,8 @@ unsafe impl Sync for TorchStore {}
 impl Store for TorchStore {
     fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<TableReply> {
         request.check()?;
-        // For stores of this crate behind c10d's interface, which takes no limit.
+        // Limits a store of this crate that is called through c10d's interface, which takes no
+        // limit.
         let _within = ThreadDeadline::limit(limit);
         match request.op {
             RequestOp::Wait => self.wait(request, limit),

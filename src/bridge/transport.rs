@@ -62,7 +62,7 @@ pub mod ffi {
         fn address(self: &BufferHandle) -> usize;
         /// A started transfer between nodes. Its functions do not throw.
         type PendingHandle;
-        /// Blocks the host until the transfer ends; kind 9 if the limit passes first, and the
+        /// Blocks the host until the transfer ends. Returns kind 9 if the limit passes first; the
         /// transfer then continues. Returns the backend's error if the transfer fails.
         fn wait(self: &PendingHandle, limit_ms: i64) -> Status;
         /// Makes the calling thread's current stream wait for the end of the transfer.
@@ -180,8 +180,8 @@ fn begun(started: Started) -> Result<Work> {
     outcome(started.status).map(|()| Arc::new(started.work) as Work)
 }
 
-/// Milliseconds for a backend: rounded up, so that the caller's deadline, whose error names the
-/// missing ranks, passes first.
+/// Returns the milliseconds of a backend's timeout. They are rounded up, so that the caller's
+/// deadline passes first: its error names the missing ranks.
 fn milliseconds(time: Duration) -> i64 {
     i64::try_from(time.as_nanos().div_ceil(1_000_000)).unwrap_or(i64::MAX).max(1)
 }

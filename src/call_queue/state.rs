@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 pub(super) struct QueueState {
     pub(super) queue: VecDeque<QueuedJob>,
-    /// Tickets whose completion has not been called, each with the time of its submission; without
-    /// a time the job was posted and no thread needs it soon.
+    /// Tickets whose completion has not been called, each with the time of its submission. A job
+    /// without a time has been posted, and no thread needs it soon.
     pub(super) open: BTreeMap<u64, Option<Instant>>,
     pub(super) next: u64,
     /// True while a thread holds the runner.
@@ -52,7 +52,7 @@ impl QueueState {
         let ticket = self.next;
         self.next += 1;
         self.open.insert(ticket, (!job.posted).then_some(job.submitted));
-        // A submitter of several jobs does not wait for any of them yet.
+        // The submitter of this job does not wait for the first job yet, so a worker may run it.
         if let Some(first) = self.queue.front_mut() {
             first.deferred = false;
         }

@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Mutex, OnceLock};
 
 /// Maximum number of spin iterations, some 40 ns each, while other processes contend for the cores
-/// of this process; a peer that runs answers within that time.
+/// of this process; a peer that has a core answers within that time.
 const SPINS_SHORT: u32 = 64;
 
 /// The words that all members share.
@@ -240,8 +240,8 @@ impl ControlBlock {
         &self.words(rank).phase
     }
 
-    /// Returns the address of a word in the private memory of `rank` that holds its own address,
-    /// for testing `process_vm_readv`.
+    /// Returns the word with the address of a known value in the private memory of `rank`. Peers
+    /// read that value in order to test `process_vm_readv`.
     pub fn probe(&self, rank: Rank) -> &AtomicU64 {
         &self.words(rank).probe
     }
@@ -290,7 +290,8 @@ impl ControlBlock {
         self.words(self.rank).attending.store(attending.into(), Ordering::Relaxed);
     }
 
-    /// Returns true if a thread of `rank` is driving the progress of messages. A hint.
+    /// Returns true if a thread of `rank` is driving the progress of messages. A hint: it may be
+    /// outdated.
     pub fn is_progressing(&self, rank: Rank) -> bool {
         self.words(rank).attending.load(Ordering::Relaxed) != 0
     }
@@ -359,7 +360,7 @@ impl ControlBlock {
         self.members[rank.index()].global
     }
 
-    /// Returns true if the group is the part of a larger one on one node.
+    /// Returns true if the group is the part of a larger group on this node.
     pub fn has_parent(&self) -> bool {
         self.parent.is_some()
     }

@@ -59,8 +59,8 @@ impl AwaitedMessage {
     }
 }
 
-/// The calls that a member has rejected since its last valid call. Two members that have rejected
-/// the same number of calls no longer disturb each other.
+/// The calls that a member has rejected since its last valid call. If the counts of two members are
+/// equal, neither waits for a call that the other has rejected.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RejectionCount {
     /// The number of calls before the rejected ones, plus 1; 0 if no call was rejected.

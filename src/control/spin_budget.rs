@@ -1,11 +1,11 @@
 //! How long a waiting thread may keep its core, adapted to recent contention.
 //!
 //! Spinning is the fastest way to wait on an uncontended core. If another process wants the core, a
-//! spinning thread uses up its share of it. When its wait ends, the thread is then queued behind
-//! the other process for a whole scheduler slice, which takes milliseconds. A thread that sleeps
-//! runs at once when it is woken. After the loss of a slice, all threads of the process therefore
-//! sleep early for a while, and then try again. Another loss soon after that doubles this time, so
-//! a machine that stays busy costs few slices.
+//! spinning thread uses up its share of the core. When its wait ends, the thread is then queued
+//! behind the other process for a whole scheduler slice, which takes milliseconds. A thread that
+//! sleeps runs at once when it is woken. After the loss of a slice, all threads of the process
+//! therefore sleep early for a while, and then try again. Another loss soon after that doubles this
+//! time, so a machine that stays busy loses few slices.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};

@@ -46,8 +46,8 @@ impl ControlBlock {
         self.fail_if_kernels_wait();
     }
 
-    /// From now on, a member's exit fails the group even if no call waits for it here, because
-    /// kernels may. `progress` is for the message.
+    /// Makes the exit of a member fail the group from now on even if no thread of this rank waits
+    /// for it, because kernels may wait. `progress` describes their calls in the error message.
     pub fn set_kernel_progress(&self, progress: KernelProgress) {
         // An earlier caller has set the same value.
         let _ = self.kernel_progress.set(progress);
@@ -75,7 +75,7 @@ impl ControlBlock {
         self.ring_all();
     }
 
-    /// Returns why `rank` is unable to take part, if it is.
+    /// Returns the reason why `rank` can no longer take part; `None` if it can.
     pub fn exit_reason(&self, rank: Rank) -> Option<String> {
         self.departure(rank).or_else(|| self.ended(rank).cloned())
     }

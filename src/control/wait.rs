@@ -37,8 +37,9 @@ pub const YIELD_TURNS: u32 = 200;
 
 impl ControlBlock {
     /// Returns true if one of `peers` needs the core on which this thread runs, so that spinning
-    /// would keep it from running. The system puts waking threads on one core even if others are
-    /// free, and takes tens of milliseconds to separate them; therefore the higher rank moves away.
+    /// would keep that peer from running. The system puts waking threads on one core even if others
+    /// are free, and takes tens of milliseconds to separate them; therefore the higher rank moves
+    /// away.
     #[cold]
     pub fn in_the_way(&self, mut peers: impl Iterator<Item = Rank>) -> bool {
         let here = cpu_affinity::current();

@@ -17,8 +17,9 @@ pub struct ShardBatch {
 /// The plan of an all-gather: what follows the product of this rank's own rows.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GatherPlan {
-    /// True if this rank's rows are copied to the gathered matrix before any other product, which
-    /// would wait for the link anyway. Otherwise they are copied while the last products run.
+    /// True if this rank's rows are copied to the gathered matrix before any other product; those
+    /// products would wait for the link anyway. Otherwise the rows are copied while the last
+    /// products run.
     pub own_early: bool,
     /// The products in order. A group of shards that wraps around the last rank takes two products.
     pub products: Vec<ShardBatch>,
@@ -31,8 +32,8 @@ pub struct GatherPlan {
 /// 4096: 465 µs instead of 395 µs).
 ///
 /// Copying this rank's rows costs the processors the same at any time. If the call is bound by the
-/// link, a copy during the last product delays its end (4 H200, 4096 × 8192 × 2048: 236 µs; early:
-/// 228 µs).
+/// link, a copy during the last product delays the end of the call (4 H200, 4096 × 8192 × 2048:
+/// 236 µs; with an early copy: 228 µs).
 pub fn gather(n: usize, rank: usize, product: &MatmulShape, model: &DeviceModel) -> GatherPlan {
     let own = 2.0 * model.memory_us(product.bytes(product.depth));
     let (late, products) = grouped(n, rank, product, model, 0.0);

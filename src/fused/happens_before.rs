@@ -22,7 +22,8 @@ enum ModelOp {
     Scatter(usize),
 }
 
-/// The operations that all ranks run, in the order of their callers' streams.
+/// An operation of a program. All ranks run the same operations in the order of their callers'
+/// streams.
 #[derive(Clone, Copy, Debug)]
 enum Item {
     Eager(ModelOp),
@@ -66,7 +67,8 @@ struct Cursor {
     timeline: usize,
     steps: Vec<StreamStep>,
     next: usize,
-    /// How many peers the current barrier has signalled, and how many it has heard from.
+    /// How many peers the current barrier has signalled, and from how many it has received a
+    /// signal.
     told: usize,
     heard: usize,
     clock: Vec<usize>,
@@ -282,8 +284,8 @@ impl Run<'_> {
     }
 }
 
-/// Maps a turn to the turn that a call uses: the identity, or a deliberate error that the check
-/// must find.
+/// Maps the slot that the workspace assigns to a call to the slot that the call uses: the identity,
+/// or a deliberate error that the check must find.
 type Turns = fn(WorkspaceSlot) -> WorkspaceSlot;
 
 /// Runs a program on `n` ranks with previously recorded graphs and a workspace for `bytes`.

@@ -10,8 +10,8 @@ const LOADED: f64 = 0.9;
 const WORTH_US: f64 = 1.0;
 
 /// Returns how many of a rank's `n - 1` parts from peers are copied to it while products still run;
-/// these are the earliest ones. The sum itself loads the others: they arrive too late to be hidden,
-/// and this way they move only once.
+/// these are the earliest ones. The sum itself loads the other parts, so that they move only once:
+/// they are ready too late for products to hide a copy.
 ///
 /// Each rank computes the part of rank `rank + 1` first and its own last. So on every rank, the
 /// part from the peer `k` ranks before it is ready after `k` of `n` products.

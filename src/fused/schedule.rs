@@ -110,8 +110,8 @@ impl StreamSteps {
 }
 
 /// Returns the steps of an all-gather and its products by `plan`, for `rank` of `n`. `entry` is the
-/// field of the [turn](super::workspace::WorkspaceSlot); `own_rows` is true if the caller wants the
-/// whole gathered matrix.
+/// field of the call's [`WorkspaceSlot`](super::workspace::WorkspaceSlot); `own_rows` is true if
+/// the caller wants the whole gathered matrix.
 pub fn gather(
     n: usize,
     rank: usize,
@@ -162,8 +162,8 @@ pub fn gather(
 }
 
 /// Returns the steps of a product whose rows are summed over all `n` ranks, for `rank`, which
-/// copies the first `pulled` parts from peers while products run. A piece of the workspace holds a
-/// rank's part for each rank.
+/// copies the first `pulled` parts from peers while products run. A rank's piece of its workspace
+/// holds its parts for all ranks.
 pub fn scatter(n: usize, rank: usize, pulled: usize, entry: bool) -> Vec<StreamStep> {
     let mut steps = StreamSteps::default();
     // The target of the copies may have been in use on the caller's stream until now.

@@ -1,18 +1,18 @@
 //! Which piece of its workspace a call uses, and when that piece may be written again.
 //!
-//! Peers may read a rank's piece until they finish the call. In each call every rank hears from
-//! every peer, and a rank orders what it sends after its reads of earlier calls, because both of
-//! its streams join at the end of a call. So a rank that has completed a call knows that all peers
-//! have finished reading for every call *before* it. It is enough that two consecutive calls use
-//! different pieces, without a barrier at the end: call k may overwrite the piece of call k - 2,
-//! because call k - 1 has completed on this stream.
+//! Peers may read a rank's piece until they finish the call. In each call every rank receives a
+//! signal from every peer. A rank sends its signals after its reads of earlier calls, because both
+//! of its streams join at the end of a call. So a rank that has completed a call knows that all
+//! peers have finished reading for every call *before* it. It is enough that two consecutive calls
+//! use different pieces, without a barrier at the end: call k may overwrite the piece of call
+//! k - 2, because call k - 1 has completed on this stream.
 //!
 //! A graph breaks "consecutive": it may be replayed after itself, after another graph, or between
 //! eager calls, and the host does not see it. So recorded calls have two pieces of their own, and
 //! the first call of each capture starts with a barrier of all ranks, after which no peer reads
 //! anything older. Eager calls alternate between the other two pieces, which no graph uses. A large
 //! workspace has one piece, and each call starts with the barrier. So does the call after a failed
-//! one, in which a rank may not have heard from every peer.
+//! one, in which a rank may not have received a signal from every peer.
 //!
 //! `fused::happens_before` checks this for whole programs, `tests/loom.rs` over memory.
 

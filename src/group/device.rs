@@ -24,8 +24,8 @@ impl Group {
         self.health.communicator().map(|communicator| communicator.device())
     }
 
-    /// Sets up the group's memory on `device`. Collective: blocks until all ranks have called it or
-    /// launched. Idempotent.
+    /// Sets up the group's memory on `device`. Collective: blocks until all ranks have called this
+    /// function or `launch`. Idempotent.
     pub fn connect(&self, device: i32) -> Result<()> {
         self.check_open()?;
         match &self.internode {
@@ -65,8 +65,8 @@ impl Group {
                 self.gather_on_node(bytes, &limit)
             })?);
         let mut place = unpoisoned(self.communicator.write());
-        // `leave` closes the group before it takes the communicator, so one of the two sees the
-        // other.
+        // Leaving the group closes it before taking the communicator: either this check fails, or
+        // the thread that leaves finds the communicator.
         self.check_open()?;
         *place = Some(Arc::clone(&communicator));
         Ok(communicator)
@@ -183,7 +183,8 @@ impl Group {
         }
     }
 
-    /// Frees the GPU memory once the enqueued work has ended. Returns false if there was none.
+    /// Frees the GPU memory once the enqueued work has ended. Returns false if the group had no GPU
+    /// memory.
     pub(super) fn disconnect(&self, limit: Duration) -> bool {
         let communicator = unpoisoned(self.communicator.write()).take();
         let Some(communicator) = communicator else { return false };
@@ -195,8 +196,8 @@ impl Group {
             );
             std::mem::forget(communicator);
         } else {
-            // Another thread may still hold it in order to report that the group was destroyed;
-            // that thread then frees it.
+            // Another thread may still hold the communicator in order to report that the group was
+            // destroyed; that thread then frees it.
             give_up(communicator);
         }
         true
@@ -205,8 +206,8 @@ impl Group {
     /// Abandons a communicator that belongs to another process, because the driver does not work
     /// here.
     pub(super) fn forget_communicator(&self) {
-        // A reference that is never dropped, because a lock may have been held when the process was
-        // forked.
+        // Forgets a reference, so that the communicator is never dropped: a lock in it may have
+        // been held when the process was forked.
         std::mem::forget(Arc::clone(&self.communicator));
     }
 }

@@ -1,6 +1,6 @@
 //! A monitored barrier, whose failure names the ranks that did not arrive, in Gloo's words.
 //!
-//! A rank that waits for another node knows which node is late, but not which of its ranks.
+//! A rank that waits for another node knows which node is late, but not which ranks of that node.
 //! Therefore, on several nodes, every rank sets a key in the store before it enters the barrier. If
 //! the barrier fails, rank 0 reads which keys are missing. A rank deletes its key only when it has
 //! passed the next barrier or leaves, because the barrier may fail on rank 0 after other ranks have
@@ -14,8 +14,8 @@ use crate::sync::call_site::CallSite;
 use std::time::Duration;
 
 impl Group {
-    /// Runs a barrier whose error has the wording of Gloo's: on rank 0 it names the first rank that
-    /// did not arrive, or all of them, on every node.
+    /// Runs a barrier whose error has the wording of Gloo's. On rank 0 it names the first late rank
+    /// of all nodes, or all late ranks if `wait_all_ranks` is true.
     pub fn monitored_barrier(
         &self,
         timeout: Option<Duration>,

@@ -122,9 +122,9 @@ impl LocalRejections {
     }
 
     /// Returns how many calls this rank has made of the kinds that end the rejection of `refused`.
-    /// Collectives end that of a collective; collectives and barriers that of an operator;
-    /// collectives and messages that of a message. Messages do not end the rejection of a
-    /// collective, because a peer that waits in the collective starts none meanwhile.
+    /// The next collective ends any rejection. The next barrier also ends the rejection of an
+    /// operator, and the next message that of a message. A message does not end the rejection of a
+    /// collective, because a peer that waits in the collective starts no message meanwhile.
     fn calls_made(&self, refused: RejectedCall) -> CallsMade {
         match refused {
             RejectedCall::Collective { .. } => (self.recorder.collectives(), None),
@@ -152,7 +152,8 @@ impl LocalRejections {
             RejectedCall::Collective { .. } => {
                 self.notified.store(true, Ordering::Release);
                 internode.broadcast_rejection(text);
-                // A call that started in between could not see that a rejection is pending.
+                // A call that started after the rejection and before `notified` was set has not
+                // reported itself.
                 if self.recorder.collectives() != requested {
                     self.resume();
                 }

@@ -1,5 +1,5 @@
-//! The choices that all ranks of a multi-node group share: the type of partial sums and their
-//! order, which they compare, and the thresholds, which rank 0 sends. Both travel in the exchange
+//! The choices that all ranks of a multi-node group share. The ranks compare the type of partial
+//! sums and the order of sums, and rank 0 sends its thresholds. All three travel in the exchange
 //! that ends joining.
 
 use super::Internode;
@@ -47,9 +47,9 @@ pub fn set_trial_thresholds(thresholds: Option<RailThresholds>) -> Result<()> {
     Ok(())
 }
 
-/// Returns rank 0's thresholds for tensors on `device` in the group that `options` name: thresholds
-/// on trial, from the profile, or the defaults, in this order. `here` is the number of the group's
-/// ranks on this node.
+/// Returns this rank's thresholds for tensors on `device` in the group that `options` name; the
+/// group uses those of rank 0. They are the thresholds on trial, or those of the profile, or the
+/// defaults, in this order. `here` is the number of the group's ranks on this node.
 pub(super) fn thresholds(options: &JoinOptions, here: usize, device: DeviceKind) -> RailThresholds {
     if let Some(tried) = *lock(TRIAL_THRESHOLDS.get()) {
         return tried;
@@ -69,9 +69,9 @@ pub(super) fn thresholds(options: &JoinOptions, here: usize, device: DeviceKind)
     profile::between_nodes(device, job.unwrap_or(here)).map_or(usual, |wire| wire.thresholds)
 }
 
-/// Checks that the group that `options` name can sum in its order. A tree over the ranks of a node
-/// is a part of the tree over all ranks only under two conditions: every node has the same number
-/// of ranks, a power of two, and these ranks are consecutive.
+/// Checks that the group that `options` name can sum in the order that `options` choose. A tree
+/// over the ranks of a node is a part of the tree over all ranks only under two conditions: every
+/// node has the same number of ranks, a power of two, and these ranks are consecutive.
 ///
 /// # Errors
 /// `Config` names a node that does not meet these conditions for a tree.
@@ -160,8 +160,9 @@ impl Internode {
             ..CallSpec::barrier(None)
         }))?;
         let first = &all[..ENCODED_BYTES];
-        // Later groups than the default one do not compare their records across nodes. The order is
-        // compared before the type of partial sums, because it decides that type.
+        // If the node map comes from the default group, ranks of different nodes have not compared
+        // their records. The order is compared before the type of partial sums, because it decides
+        // that type.
         if let Some(other) =
             all.chunks_exact(ENCODED_BYTES).position(|record| record[1] != first[1])
         {

@@ -62,8 +62,8 @@ impl InternodeExecutor<'_> {
         self.walk(&program, self.opened(program.rails, program.temp)?)
     }
 
-    /// All-reduce, residual and RMSNorm: 1. An all_reduce into the output of the normed rows, or
-    /// into scratch memory if that output is too short. 2. Each rank norms all rows.
+    /// Runs an all-reduce with residual and RMSNorm: 1. An all_reduce into the output of the normed
+    /// rows, or into scratch memory if that output is too short. 2. Each rank norms all rows.
     fn norm(&self) -> Result<()> {
         let (Some(norm), input) = (Norm::of(self.call), self.call.inputs[0]) else { return Ok(()) };
         let mut beside = Scratch::new(if norm.normed == Normed::Same { 0 } else { input.bytes });

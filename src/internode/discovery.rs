@@ -124,9 +124,9 @@ pub fn find(
     })
 }
 
-/// Returns the node map of the group that `options` name, if the ranks' numbers in the default
-/// group are given and `known`. A merged group may lack them, because it may have no common default
-/// group. Joining rejects impossible numbers.
+/// Returns the node map of the group that `options` name; `None` unless `options` list the ranks'
+/// numbers in the default group and `known` has these ranks. A merged group may lack the numbers,
+/// because it may have no common default group. Joining rejects impossible numbers.
 fn layout(known: &DefaultGroupNodes, options: &JoinOptions) -> Option<NodeMap> {
     let size = usize::try_from(options.size)
         .ok()

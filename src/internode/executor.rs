@@ -23,8 +23,8 @@ use std::time::Duration;
 /// Poll interval for this node's failures while a rank waits on its rail.
 const INTERNODE_POLL: Duration = Duration::from_millis(20);
 
-/// How much longer than its deadline a rank on a rail waits for a report that names the missing
-/// rank.
+/// How long past its deadline a rank that waits on its rail allows for a report that names the
+/// missing rank.
 pub(super) const INTER_NODE_GRACE: Duration = Duration::from_millis(80);
 
 /// How long past their deadline the ranks of a node allow for a report from the rank that waited
@@ -117,8 +117,7 @@ impl InternodeExecutor<'_> {
         )
     }
 
-    /// As `run_intra_node`, but waits for at most `limit`, because no rank could report more after
-    /// that.
+    /// As `run_intra_node`, but waits for at most `limit`.
     pub(super) fn run_intra_node_within(&self, calls: &[Call<'_>], limit: Duration) -> Result<()> {
         self.begin(InternodePhase::IntraNode);
         let (mut inner, limit) = (self.intra.borrow_mut(), CallTimeout::from_first_wait(limit));
@@ -136,7 +135,7 @@ impl InternodeExecutor<'_> {
         self.internode.health.control().name()
     }
 
-    /// Returns the name of the call for messages.
+    /// Returns the name of the call for error messages.
     pub(super) fn about(&self) -> String {
         format!(
             "{} #{} of group \"{}\"",
@@ -168,7 +167,8 @@ impl<'a> CallRail<'a> {
         Self { executor, rail, addr, begin }
     }
 
-    /// Returns the staging from offset `at` on; slots are before `begin`.
+    /// Returns `bytes` bytes of the staging from offset `at` on. The slots of the header exchange
+    /// are before `begin`.
     pub(super) fn staged(&self, at: usize, bytes: usize) -> Span {
         Span { addr: self.addr + at, bytes }
     }
@@ -239,8 +239,10 @@ impl<'a> CallRail<'a> {
         ))
     }
 
-    /// Returns the error for a lost rail: preferably the reason that the failed node reports before
-    /// its rails close. That node's deadline may have passed just before the deadline of this node.
+    /// Returns the error for a lost rail: the reason that the failed node reports, or this rank's
+    /// own error if [`Health::cause`](crate::health::Health::cause) finds no reason. Waits even if
+    /// the deadline has passed, because the failed node may have reached its deadline just before
+    /// this rank.
     fn lost_error(&self, error: Error) -> Error {
         let executor = self.executor;
         executor

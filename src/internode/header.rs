@@ -24,8 +24,8 @@ impl CallHeader {
         Self { sequence, description, fingerprint: description.fingerprint(call) }
     }
 
-    /// Returns the encoded header, with the one length of all parts of an all_to_all, if they are
-    /// equal; that length is not compared.
+    /// Returns the encoded header. It contains `even`, the length of every part of an all_to_all if
+    /// all parts of this rank are equally long; ranks do not compare this length.
     pub(super) fn to_bytes(self, even: Option<usize>) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         let even = even.map_or(0, |bytes| bytes as u64 + 1);
@@ -53,8 +53,8 @@ impl CallHeader {
         Self { sequence, description: Description { head, bytes, detail }, fingerprint: next() }
     }
 
-    /// `shown` consists of slots of `slot` bytes, each with a header at its start. Returns the one
-    /// length that these headers contain, if it is the same in all of them.
+    /// Returns the one length that the headers in `shown` contain, if it is the same in all of
+    /// them. `shown` consists of slots of `slot` bytes, each with a header at its start.
     pub(super) fn common(shown: &[u8], slot: usize) -> Option<usize> {
         let mut evens = shown.chunks_exact(slot).map(|shown| {
             u64::from_le_bytes(shown[Self::BYTES - 8..Self::BYTES].try_into().unwrap_or_default())

@@ -63,7 +63,7 @@ impl InternodeExecutor<'_> {
     /// they are then exchanged with the headers.
     pub(super) fn is_short(&self) -> bool {
         if self.sums_records() {
-            // Every rank contributes as much.
+            // Every rank of a reduction contributes the same number of bytes.
             return self.record_bytes(self.rank).max(self.partial_bytes()) <= INLINE_BYTES;
         }
         let records = |node: usize| {
@@ -157,7 +157,8 @@ impl InternodeExecutor<'_> {
         }
     }
 
-    /// Returns the result of [`Self::open`] for a call that all nodes were found to run.
+    /// Returns the same as [`Self::open`], without an exchange, for a call that all nodes were
+    /// already found to run.
     pub(super) fn opened(&self, rails: usize, bytes: usize) -> Result<HeaderExchange<'_>> {
         let between = if self.local() < rails { Some(self.call_rail(bytes)?) } else { None };
         Ok(HeaderExchange {
@@ -264,9 +265,9 @@ impl InternodeExecutor<'_> {
 }
 
 impl HeaderExchange<'_> {
-    /// Waits until all nodes were found to run the same call: on local rank 0, and on all ranks if
-    /// there are several `rails`. With one rail the other ranks learn it when they next meet local
-    /// rank 0.
+    /// Waits until all nodes were found to run the same call. Local rank 0 always waits for this.
+    /// The other ranks wait for it here if there are several `rails`; with one rail, they wait in
+    /// their next intra-node step with local rank 0.
     pub(super) fn agree(&mut self, rails: usize) -> Result<()> {
         self.compare()?;
         let executor = self.executor;

@@ -120,7 +120,7 @@ fn span(bytes: &[u8]) -> Span {
     Span { addr: bytes.as_ptr().addr(), bytes: bytes.len() }
 }
 
-/// Returns the `n`th part of `bytes` bytes.
+/// Returns part number `n` of `whole`, which consists of parts of `bytes` bytes each.
 fn nth(whole: Span, n: usize, bytes: usize) -> Span {
     part(whole, &(n * bytes..(n + 1) * bytes))
 }

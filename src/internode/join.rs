@@ -43,7 +43,7 @@ use std::time::{Duration, Instant};
 
 /// Poll interval for the group's failure while a rail is created.
 const INTERNODE_POLL: Duration = Duration::from_millis(20);
-/// Length of the text that the first rank of a node sends after the group's life: the inter-node
+/// Length of the text that the first rank of a node sends after the group's `Life`: the inter-node
 /// backends, and the members.
 const NAMES: usize = 512;
 /// Separates the backends from the members.
@@ -289,8 +289,8 @@ impl<'a> InternodeJoin<'a> {
         for node in 0..layout.num_nodes() {
             let members = layout.ranks_of(node);
             let store = PrefixStore::new(&inside(layout, node), &self.store);
-            // Ranks that have found each other have removed their keys. If no key of a node exists,
-            // its ranks are therefore not known to be late.
+            // Ranks that have found each other have removed their keys. So if no key of a node
+            // exists, its ranks may have joined, and do not count as late.
             let announced =
                 bootstrap::announced(&store, group, &Config::get().restart, members.len() as u32)
                     .ok()?;

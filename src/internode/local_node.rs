@@ -40,7 +40,8 @@ impl LocalCallState {
         *lock(&self.rejected)
     }
 
-    /// Records that the call from now on waits on its rail, or within its node.
+    /// Records that the call waits on its rail from now on if `on_rail` is true, otherwise within
+    /// its node.
     pub(super) fn phase(&self, on_rail: bool) {
         if let Some(waiting) = &mut *lock(&self.waiting) {
             (waiting.phase_since, waiting.on_rail) = (Instant::now(), on_rail);

@@ -197,9 +197,10 @@ impl Internode {
         rail.ok_or_else(|| Error::aborted("the group has left its other nodes"))
     }
 
-    /// Returns the number of `peer` in the flight recorder for a message `what`: its local rank if
-    /// it is on this node; otherwise its rank in the default group, with the observer of the
-    /// message's end. `reach` is true if messages can travel between nodes.
+    /// Returns the number under which the flight recorder lists `peer` in a message: its local rank
+    /// if it is on this node; otherwise its rank in the default group, with the observer of the
+    /// message's end. Errors call the message `what`. `reach` is true if messages can travel
+    /// between nodes.
     ///
     /// # Errors
     /// `Value` for a rank outside the group, `NotImplemented` if messages do not reach it.
@@ -266,8 +267,9 @@ impl Internode {
         self.oob.resume(call);
     }
 
-    /// Leaves the other nodes, after this rank has left its own node: closes its connections, those
-    /// for CUDA tensors after `limit` at the latest, and reports how it has left.
+    /// Leaves the other nodes, after this rank has left its own node: closes its connections and
+    /// reports how it has left. The connections for CUDA tensors are closed after `limit` at the
+    /// latest.
     pub fn leave(&self, limit: Duration) {
         if let Some(cuda) = &self.cuda {
             cuda.close(limit);
@@ -291,8 +293,8 @@ impl Internode {
         }
     }
 
-    /// Releases the rail, and waits for at most `limit` until it has ended: calls that use it may
-    /// still have to see that the group has failed.
+    /// Releases the rail, and waits for at most `limit` until it has ended, because calls that use
+    /// it may still have to notice that the group has failed.
     fn release_rail(&self, limit: Duration) {
         drop(lock(&self.rail).take());
         if !limit.is_zero() {

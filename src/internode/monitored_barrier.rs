@@ -10,7 +10,8 @@ use std::time::Instant;
 
 impl Internode {
     /// Records in the store that this rank has arrived at its next monitored barrier; returns the
-    /// barrier's number. Without that record the error names only nodes, or ranks of this node.
+    /// barrier's number. Without these records, the error of a failed barrier could name only
+    /// nodes, and ranks of this node.
     pub fn come_to_barrier(&self) -> u64 {
         let number = self.monitored.fetch_add(1, Ordering::Relaxed);
         let _ = self.reported().announce(&number.to_string(), b"1");
@@ -23,8 +24,8 @@ impl Internode {
         self.reported().missing(&number.to_string()).unwrap_or_default()
     }
 
-    /// Removes this rank's record of the barrier before monitored barrier `number`, which it has
-    /// passed.
+    /// Removes this rank's record of the barrier before barrier `number`. Called once this rank has
+    /// passed barrier `number`.
     pub fn pass_barrier(&self, number: u64) {
         if let Some(before) = number.checked_sub(1) {
             let _ = self.reported().forget(&before.to_string());

@@ -65,9 +65,9 @@ impl Rail {
     }
 
     /// Returns the address of the staging buffer, which has at least `bytes` bytes. If the previous
-    /// buffer is shorter, a new one replaces it without its content. An abandoned transfer keeps
-    /// its buffer, so that it cannot write into freed memory. Must be called while no transfer is
-    /// pending.
+    /// buffer is shorter, a new one replaces it, and the content is lost. An abandoned transfer
+    /// keeps its buffer, so that it cannot write into freed memory. Must be called while no
+    /// transfer is pending.
     pub(super) fn staging(&self, bytes: usize) -> Result<usize> {
         let mut state = lock(&self.state);
         debug_assert!(state.works.is_empty(), "a transfer is pending");
@@ -77,7 +77,7 @@ impl Rail {
         Ok(state.staging.as_ref().map_or(0, |staging| staging.address))
     }
 
-    /// Starts `transfer` within the staging; no other pending transfer writes the same bytes.
+    /// Starts `transfer` within the staging. No other pending transfer may write the same bytes.
     pub(super) fn start(&self, transfer: &RailOp<Span>, timeout: Duration) -> Result<()> {
         let mut state = lock(&self.state);
         let manner = Manner { timeout: Some(timeout), overlap: true, keep: state.staging.as_ref() };

@@ -25,8 +25,8 @@ pub fn chosen_order(named: &str, setting: SumOrder, is_default: bool) -> Result<
 
 impl ReduceDtype {
     /// Returns the type of partial sums of a group that passes `named` and sums in `order`. If
-    /// `named` is empty, a tree uses [`ReduceDtype::Fp32`], because its bits would otherwise differ
-    /// from those on one node; rank order uses the choice of the default group.
+    /// `named` is empty, a tree uses [`ReduceDtype::Fp32`], because otherwise the bits of its sums
+    /// would differ from the bits on one node; rank order uses the choice of the default group.
     ///
     /// # Errors
     /// `Value` if `named` is not a valid choice.

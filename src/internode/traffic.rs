@@ -40,8 +40,8 @@ impl TrafficPath {
 /// backend forwards do not count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct PathStats {
-    /// Number of collectives that used the path; on a wire or pair, of sends and receives that
-    /// named its peer.
+    /// Number of collectives that used the path; on a wire or a pair, the number of sends and
+    /// receives that named its peer.
     pub calls: u64,
     /// Number of transfers started.
     pub transfers: u64,

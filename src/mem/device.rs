@@ -43,7 +43,7 @@ impl Drop for DeviceTable {
         if self.address == 0 {
             return;
         }
-        // If either fails, as in a forked child, this process must not free the memory.
+        // If one of these calls fails, as in a forked child, this process must not free the memory.
         if let (Ok(_relaxed), Ok(_entered)) = (RelaxedCapture::begin(), self.device.enter()) {
             // SAFETY: made by `new`; the driver waits for kernels that may read it.
             let _ = unsafe { sys::cuMemFree_v2(self.address) };

@@ -30,8 +30,8 @@ pub const MIN_RING_BYTES: usize = 512 << 10;
 /// reader's cache. Writing lines that another core still holds takes four times as long
 /// (`docs/measurements/cpu.md`).
 const MAX_RING_BYTES: usize = 4 << 20;
-/// Size of the area with a ring's head, tail and matched-bytes counters, each on its own pair of
-/// cache lines.
+/// Size of the area with a ring's head and tail, and the count of its matched messages, each on its
+/// own pair of cache lines.
 pub const RING_HEAD: usize = 4 * LINE_PAIR;
 /// Alignment that separates words of different writers: 128, not 64, because adjacent-line prefetch
 /// pairs lines on x86.

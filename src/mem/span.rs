@@ -16,8 +16,8 @@ impl Span {
         self.addr as *mut u8
     }
 
-    /// Returns the single piece that `spans` form if each starts where the one before ends; empty
-    /// spans may be anywhere. `None` if they do not, or if there are no spans.
+    /// Returns the single piece that `spans` form if each starts where the previous one ends; empty
+    /// spans may be anywhere. `None` if they do not form a single piece, or if there are no spans.
     pub fn joined(spans: &[Self]) -> Option<Self> {
         let mut some = spans.iter().filter(|span| span.bytes > 0);
         let mut whole = *some.next().or(spans.first())?;

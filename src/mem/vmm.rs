@@ -2,8 +2,8 @@
 //! calls.
 //!
 //! The physical memory lives as long as any process maps it or holds its descriptor. Mappings
-//! therefore stay valid when the rank that made the memory exits, and the memory is freed with the
-//! last of them, however its maker ended.
+//! therefore stay valid when the rank that made the memory exits. The memory is freed when the last
+//! mapping and descriptor are gone, however the process that made it ended.
 #![allow(unsafe_code, reason = "mappings of GPU memory")]
 
 use crate::error::{Error, Result};

@@ -91,8 +91,8 @@ impl Messages {
         begun.map(|()| !closed)
     }
 
-    /// Connects with ranks of other nodes that have started a message with this one, while receives
-    /// from any source are pending.
+    /// Connects with ranks of other nodes that have started a message with this rank, while
+    /// receives from any source are pending.
     pub(super) fn seek(self: &Arc<Self>, far: &InternodeLinks) {
         let mut pause = STORE_POLL.0;
         loop {

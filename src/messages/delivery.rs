@@ -1,4 +1,5 @@
-//! Delivers messages that have arrived or were offered to the memory of their receives.
+//! Delivers messages to the memory of their receives, once the messages have arrived or were
+//! offered.
 #![allow(unsafe_code, reason = "copies between links and the bytes of tensors")]
 
 use super::frame::{Frame, FrameKind};
@@ -11,7 +12,7 @@ use crate::kernels::cpu::{self, WriteMode};
 use crate::rank::Rank;
 
 impl MessageTable {
-    /// Passes a message that has arrived or was offered to its receive.
+    /// Passes a message to its receive; the message has arrived, or was offered.
     pub(super) fn deliver(
         &mut self,
         control: &ControlBlock,
@@ -31,7 +32,7 @@ impl MessageTable {
                 self.peers[from.index()].link()?.matched(bytes.len())?;
             }
             MessageBody::Own { ticket } => self.deliver_own(control, posted, ticket)?,
-            // Nothing has to be read or requested.
+            // No byte of an empty message has to be read or requested.
             MessageBody::Rts { id, .. } if message.bytes == 0 => {
                 if let Some(ring) = self.ring(from) {
                     ring.send_frame(Frame::control(FrameKind::Taken, id, 0));
@@ -115,7 +116,8 @@ impl MessageTable {
         Ok(())
     }
 
-    /// Returns the receive if the message has its size; otherwise completes it with the error.
+    /// Returns the receive `posted` if the message has its size; otherwise completes the receive
+    /// with an error, and returns that error.
     pub(super) fn check_size(
         &mut self,
         control: &ControlBlock,

@@ -137,8 +137,8 @@ impl MessageTable {
         receives.chain(sends)
     }
 
-    /// Returns `from` if it is on another node. A receive from any source needs this rank once the
-    /// rank has started to send the message.
+    /// Returns `from` if it is on another node. Once `from` has started to send the message of a
+    /// receive from any source, the receive needs `from`.
     fn internode_only(&self, from: Rank) -> Option<Rank> {
         self.is_internode(from).then_some(from)
     }
@@ -151,8 +151,8 @@ impl MessageTable {
             .map(|(left, pending)| (pending, left))
     }
 
-    /// Returns the name of that message and how many seconds it has waited, for a lost link's
-    /// error.
+    /// Returns the name of the message that [`Self::most_urgent`] returns, and how many seconds it
+    /// has waited, for the error about a lost link.
     pub(super) fn urgent(&self, control: &ControlBlock, peer: Rank) -> Option<(String, f32)> {
         self.most_urgent(peer).map(|(pending, _)| {
             (pending.about_internode(control), pending.limit.elapsed().as_secs_f32())
@@ -283,7 +283,8 @@ impl Messages {
         }
     }
 
-    /// Returns `moved`. If it is an error, fails the whole group and returns true.
+    /// Returns the value of `moved`. If `moved` is an error, fails the whole group and returns
+    /// true.
     pub(super) fn fail_group_on_error(
         &self,
         state: &mut MessageTable,

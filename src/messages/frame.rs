@@ -30,8 +30,8 @@ pub(super) enum FrameKind {
     /// The sender has rejected a message of its own, for the reason that follows; `value` is
     /// [`REJECTED_SEND`] or [`REJECTED_RECV`].
     Rejected = 9,
-    /// The sender's message waits for the call that its peer has rejected; `value` is as in the
-    /// rejection. The peer fails the group if it has made no call since.
+    /// A message of this frame's sender waits for the message that the receiver has rejected;
+    /// `value` is as in the rejection. The receiver fails the group if it has made no call since.
     Waits = 10,
 }
 
@@ -78,8 +78,9 @@ pub(super) const RING: LinkLimits = LinkLimits {
     eager_prefix: 0,
     direct: true,
 };
-/// The limits of a wire. A request costs a round trip and wakes a thread on each side; while one
-/// chunk is copied, another one is on the network.
+/// The limits of a wire. A request costs a round trip and wakes a thread on each side, so more
+/// bytes than on a ring are sent without a request. While one chunk is copied, another one is on
+/// the network.
 pub(super) const WIRE: LinkLimits = LinkLimits {
     eager: 256 << 10,
     data: 128 << 10,

@@ -22,7 +22,8 @@ pub(super) trait Link {
     /// Returns how many bytes may be requested now if `rest` bytes of a message are missing.
     fn room(&self, rest: usize) -> usize;
 
-    /// Requests `room` bytes of a message, from the offset that `frame` names.
+    /// Requests as many bytes of a message as [`room`](Self::room) has returned, from the offset
+    /// that `frame` names.
     fn request(&mut self, frame: Frame) -> Result<()>;
 
     /// Notes that requested bytes have arrived; `whole` is true if the message is complete.

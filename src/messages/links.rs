@@ -90,7 +90,7 @@ struct Staged {
     work: Work,
 }
 
-/// The buffer with received bytes. The buffer may be longer than these bytes.
+/// A buffer that starts with the received bytes. It may be longer than these bytes.
 pub(super) struct Arrived(Buffer);
 
 impl Deref for Arrived {
@@ -302,7 +302,8 @@ impl Link {
                         transport.recv(other, staging.first(bytes), traffic as i32, &staging)?;
                     let mut state = lock(&self.state);
                     if self.closed.is_set() {
-                        // `close` did not see this receive.
+                        // `close` ran before this receive was listed, so the receive is aborted
+                        // here.
                         drop(state);
                         if work.abort().is_err() {
                             transport.abort();

@@ -101,9 +101,9 @@ impl Matching {
         self.posted.iter().find(fits).filter(|posted| posted.peer == Some(from))
     }
 
-    /// Keeps `piece`, the bytes at offset `at` of the offered message `id`, if they directly follow
-    /// the bytes kept so far and belong to those that arrive without a request. Returns true if it
-    /// has kept them.
+    /// Keeps `piece` if it is the next part of the offered message `id` that arrives without a
+    /// request: its offset `at` must be the end of the bytes kept so far. Returns true if it was
+    /// kept.
     pub(super) fn keep_start(&mut self, from: Rank, id: u64, at: usize, piece: &[u8]) -> bool {
         let first =
             self.unexpected.iter_mut().filter(|message| message.from == from).find_map(|message| {

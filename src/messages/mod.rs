@@ -79,7 +79,8 @@ struct MessageTable {
     open: BTreeSet<u64>,
     next: u64,
     waiting_threads: usize,
-    /// True while this rank publishes to peers for which message one of its threads waits.
+    /// True while this rank publishes to its peers that one of its threads waits for a certain
+    /// message.
     announced: bool,
     idle: bool,
     /// Number of steps of long messages that were read.
@@ -242,8 +243,8 @@ impl Messages {
         let peer = message.peer.ok_or_else(|| Error::value("send needs a destination rank"))?;
         let mut state = self.lock();
         let far = state.check_peer(peer)?;
-        // Checked here because an eager send would complete before any thread polls. A receive may
-        // still find a message that has arrived.
+        // Checked here because an eager send would complete before any thread polls. `recv` has no
+        // such check, because a receive may still find a message that has arrived.
         if let (false, Some((dead, how))) = (far, self.control.dead_rank()) {
             let what = about(&self.control, "send", message.span.bytes, message.tag);
             let (dead, me) =
@@ -369,8 +370,8 @@ impl Messages {
         Ok(ticket)
     }
 
-    /// Advances messages once after the start of a message with `peer`, whose outcome is `begun`.
-    /// If any message stays pending, wakes the progress thread.
+    /// Advances messages once after a message with `peer` was started, with the outcome `begun`. If
+    /// any message stays pending, wakes the progress thread.
     fn begin(
         &self,
         mut state: MutexGuard<'_, MessageTable>,

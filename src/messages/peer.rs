@@ -178,8 +178,8 @@ impl MessageTable {
         }
     }
 
-    /// Publishes to peers of this node for which message `ticket` waits, until messages next
-    /// advance.
+    /// Publishes to the peers of this node that a thread of this rank waits for the end of message
+    /// `ticket`, until messages next advance.
     pub(super) fn announce_wait(&mut self, control: &ControlBlock, ticket: u64) {
         let send = self.sends.get(&ticket).map(|send| (true, send.peer, send.tag));
         let waits = send.or_else(|| {
@@ -205,7 +205,7 @@ impl MessageTable {
     }
 
     /// Returns true if `peer`, of this node, sleeps for a message of this rank, although it has
-    /// read all that was sent to it and no message between the two is pending here.
+    /// read all frames that this rank sent, and this rank has no pending message with it.
     pub(super) fn peer_waits_for(
         &self,
         control: &ControlBlock,

@@ -123,8 +123,8 @@ impl Messages {
     }
 
     /// Fails the group because of an error of a message, before the completion of that message is
-    /// called. If the connection with the `far` peer was lost, returns it for `fail_peer` instead,
-    /// because the reason may still arrive.
+    /// called. If the connection with the `far` peer was lost, returns the peer and the error for
+    /// `fail_peer` instead, because the reason may still arrive.
     pub(super) fn absorb_internode(
         &self,
         state: &mut MessageTable,

@@ -20,8 +20,8 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 impl MessageTable {
-    /// Asks peers on other nodes, once each, whether their rejections still hold, if a message of
-    /// this rank has waited for the rejected one for `INTERNODE_POLL`. Returns the links that
+    /// Asks each peer on another node, once, whether its rejection still holds, if a message of
+    /// this rank has waited for the rejected message for `INTERNODE_POLL`. Returns the links that
     /// failed.
     pub(super) fn ask_whether_rejected(&mut self) -> Vec<(Rank, Error)> {
         let refused = |peer: &Peer| Some((peer.wire()?.peer, peer.wire()?.rejected.clone()?));
@@ -122,8 +122,8 @@ impl Messages {
         self.health.recorder().calls()
     }
 
-    /// Fails if this rank has rejected the message for which the peer of `wire` waits, as its
-    /// `frame` says, and has made no call since.
+    /// Fails if this rank has rejected the message for which the peer of `wire` waits, as the
+    /// peer's `frame` says, and has made no call since.
     pub(super) fn check_rejected(&self, wire: &WireLink, frame: Frame) -> Result<()> {
         let stands = |(refusal, calls): &&(Rejection, u64)| {
             refusal.is_asked(&frame) && *calls == self.calls()

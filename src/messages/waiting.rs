@@ -110,8 +110,8 @@ impl Messages {
     }
 
     /// Returns true if the completion of `ticket` has been called, now or within some spin
-    /// iterations. Such a short wait is not published to peers, because reading it would cost both
-    /// sides more than the message does.
+    /// iterations. Such a short wait is not published to peers, because publishing and reading it
+    /// would cost both sides more than the message does.
     fn spin_briefly(&self, ticket: u64) -> bool {
         let mut state = self.lock();
         if !state.open.contains(&ticket) {
@@ -185,9 +185,10 @@ impl Messages {
                 state.idle = false;
                 idle_since = Instant::now();
             }
-            // If a step is due and none was read since the last check, the thread that read the
-            // previous one may have returned to its caller while the other waiting threads sleep. A
-            // thread that waits for that message would have read the step at once.
+            // If a step is due and no step was read since the last check, the thread that read the
+            // previous step may have returned to its caller while the other waiting threads sleep.
+            // The progress thread then reads the step. A thread that waits for that message would
+            // have read it at once.
             let left = state.is_reading_due() && state.steps == steps;
             steps = state.steps;
             let attended = (state.waiting_threads > 0 && !left) || state.open.is_empty();

@@ -298,7 +298,8 @@ impl Link for WireLink {
 
     fn arrived(&mut self, whole: bool) -> Result<()> {
         self.requested_chunks -= 1;
-        // The sender keeps the staging of chunks until they are acknowledged.
+        // The sender keeps the staging of chunks until they are acknowledged, so this rank
+        // acknowledges a complete message at once.
         if whole { self.send_frame(Frame::bare(FrameKind::Credit), &[]) } else { Ok(()) }
     }
 

@@ -8,8 +8,8 @@ use crate::error::{Error, ErrorKind, Result};
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
-/// How long after the deadline ranks may still tell each other which ranks are missing and why this
-/// rank fails.
+/// How long after the deadline ranks may still use the store, to tell each other which ranks are
+/// missing and why a rank fails.
 const AFTER_DEADLINE_GRACE: Duration = Duration::from_millis(700);
 
 /// A remaining time of at most this length counts as zero.

@@ -64,8 +64,8 @@ impl<S: Store + ?Sized> StoreMeeting<'_, S> {
         forget(self.store, &self.key(what, self.me))
     }
 
-    /// Counts this rank's meetings under this prefix, because the same processes may meet again in
-    /// the same store.
+    /// Adds one to the number of this rank's meetings under this prefix, and returns the sum. The
+    /// number is needed because the same processes may meet again in the same store.
     fn turn(&self) -> Result<i64> {
         self.store.add(&self.key("turn", self.me), 1)
     }

@@ -152,7 +152,7 @@ pub trait Store: Send + Sync {
     /// `Timeout` names the ranks that did not arrive; the key must not be used after that.
     ///
     /// Each rank counts its own calls, so all ranks agree on the round. The last rank of a round
-    /// opens it and removes the keys of the round before, so `size` + 2 keys remain.
+    /// opens it and removes the keys of the previous round, so `size` + 2 keys remain.
     fn barrier(&self, key: &str, rank: Rank, size: u32, limit: Option<Duration>) -> Result<()> {
         if rank.0 >= size {
             return Err(Error::value(format!("barrier {key:?}: rank {rank} of {size}")));

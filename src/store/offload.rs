@@ -41,7 +41,7 @@ pub struct OffloadedStore {
 }
 
 impl OffloadedStore {
-    /// Makes a worker for `store`, which errors call `name`.
+    /// Makes a worker for `store`; errors name the store `name`.
     pub fn new(store: Arc<dyn Store>, name: String) -> Result<Self> {
         let (jobs, queue) = channel();
         let thread = thread::spawn("symm-store-call", None, move || run(&*store, &queue))?;
@@ -115,7 +115,8 @@ impl Store for OffloadedStore {
 impl Drop for OffloadedStore {
     fn drop(&mut self) {
         drop(self.jobs.take());
-        // After an abandoned operation, it is unknown when the thread ends.
+        // After an abandoned operation, the thread may run for an unknown time, so it is joined
+        // only if it has ended.
         if let Some(thread) = self.thread.take()
             && (self.given_up.load(Ordering::Relaxed) == 0 || thread.is_finished())
         {

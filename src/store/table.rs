@@ -9,7 +9,7 @@ use std::collections::{HashMap, VecDeque};
 /// A value of this size or more shares the buffer of its request instead of being copied.
 const SHARE: usize = 4096;
 
-/// Overhead per stored value that the limit counts, in bytes.
+/// Number of bytes that the limit counts for each value, in addition to its key and its bytes.
 const OVERHEAD: usize = 128;
 
 /// Reply of a store.
@@ -122,8 +122,8 @@ impl KeyTable {
                 TableReply::Values(keys.iter().map(|key| self.value(key)).collect())
             }
             StoreOp::MultiSet => {
-                // Atomic: checks the capacity for all values first, without counting the bytes that
-                // replaced values free.
+                // Atomic: checks the capacity for all values first. The check does not subtract the
+                // bytes of values that are replaced.
                 let need = keys
                     .iter()
                     .zip(values)

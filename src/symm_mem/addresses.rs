@@ -91,7 +91,7 @@ impl AddressSpace for GpuAddressSpace {
 
     fn clear(&self, address: u64, bytes: usize) -> Result<()> {
         let _entered = self.device.enter()?;
-        // On a separate stream, because others may be captured.
+        // Uses a separate stream, because other streams may be captured.
         let _relaxed = RelaxedCapture::begin()?;
         let stream = OwnStream::new()?;
         stream.stream().fill(address, 0, bytes)?;

@@ -27,7 +27,7 @@ fn refused(step: Required) -> impl Fn(Errno) -> Error {
 }
 
 impl Heap {
-    /// Keeps the process's service thread alive, without which no peer can connect.
+    /// Keeps the process's service thread alive; without this thread, no peer can connect.
     pub fn attend(&self) -> Result<ServiceThread> {
         service::attend()
     }

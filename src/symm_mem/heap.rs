@@ -44,8 +44,8 @@ pub(super) struct HeapState {
     pub(super) segments: BTreeMap<usize, HeapSegment>,
     pub(super) links: Vec<Arc<HeapLink>>,
     last_id: u64,
-    /// End of the newest segment. Offsets are reused late, because windows of peers may keep the
-    /// previous segment.
+    /// End of the newest segment. An offset is reused as late as possible, because windows of peers
+    /// may keep the previous segment at that offset.
     cursor: usize,
     /// Withdrawn segments that peers have not unmapped yet: segment, link.
     leaving: HashSet<(u64, u64)>,
@@ -107,7 +107,7 @@ impl Heap {
         self.base
     }
 
-    /// Returns true if it has no segment. One relaxed load.
+    /// Returns true if it has no segment. Costs one relaxed load.
     pub fn is_empty(&self) -> bool {
         self.count.load(Ordering::Relaxed) == 0
     }
@@ -231,7 +231,8 @@ impl Heap {
     fn free(&self, offsets: &[usize]) {
         let links = self.state().links.clone();
         // If a kernel of this process timed out, peers' kernels may still be using the segment.
-        // Peers learn of the failure before they learn of the withdrawal.
+        // Each group therefore checks for a failure here, so that peers learn of it before the
+        // withdrawal.
         for link in &links {
             link.any_failed();
         }
@@ -338,9 +339,9 @@ impl Heap {
         }
     }
 
-    /// Returns the id of the segment that contains `address`, unique among all segments of this
-    /// heap, and the number of its bytes from there. `None` if no segment contains it, or if the
-    /// segment was released.
+    /// Returns the id of the segment that contains `address`, and the number of bytes from there to
+    /// the end of the segment. The id is unique among all segments of this heap. `None` if no
+    /// segment contains `address`, or if the segment was released.
     pub fn segment(&self, address: u64) -> Option<(u64, usize)> {
         let offset = address.checked_sub(self.base)? as usize;
         let state = self.state();

@@ -131,8 +131,8 @@ impl AddressRange for HostRange {
     fn create(&self, offset: usize, bytes: usize) -> Result<Arc<dyn Backing>> {
         let file = self.own_file()?;
         self.check(offset, bytes);
-        // Peers may have written to an earlier segment here that they kept. Their writes must not
-        // appear in this one, which is zeroed.
+        // Peers may have kept an earlier segment at this offset and written to it. Their writes
+        // must not appear in the new segment, which is zeroed.
         give_pages_back(&file, offset, bytes);
         let made = reserve(&file, offset, bytes, "symmetric memory of the host")
             .and_then(|()| self.map(offset, bytes, &file));

@@ -14,8 +14,9 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// Returns true if a group has failed: its kernels may then still use memory that its owner has
-/// finished with. The call also detects a failure that has not been noticed yet.
+/// Returns true if a group has failed; its kernels may then still use memory with which the rank
+/// that owns the memory has finished. The call also detects a failure that has not been noticed
+/// yet.
 pub type FailureCheck = Arc<dyn Fn() -> bool + Send + Sync>;
 
 /// The heap whose segments a link advertises.
@@ -28,14 +29,14 @@ pub(super) trait SegmentOwner {
 
 /// An open socket that a forked child does not keep open.
 pub(super) struct Socket {
-    // Dropped before `fd`, to which it refers. Absent if too many exist; a forked child then keeps
-    // this end of the link open.
+    // Dropped before `fd`, to which it refers. Absent if too many descriptors are guarded; a forked
+    // child then keeps this end of the link open.
     _unshared: Option<CloseInChild>,
     pub(super) fd: OwnedFd,
 }
 
-/// An exiting process closes its highest file descriptors first, so this one closes before the slow
-/// release of GPU memory.
+/// The lowest descriptor number of a link's socket. An exiting process closes its highest file
+/// descriptors first, so the socket closes before the slow release of GPU memory.
 const HIGH_FD_START: i32 = 768;
 
 impl Socket {
@@ -164,7 +165,8 @@ impl HeapLink {
         self.closed.store(true, Ordering::Release);
     }
 
-    /// The peer has closed its end: its last group was dropped, or it is exiting.
+    /// Closes the link because the peer has closed its end: the peer's last group was dropped, or
+    /// the peer is exiting.
     fn lost(&self) {
         self.close();
         process::suspect(self.pid);

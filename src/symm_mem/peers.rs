@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 const SEGMENT_MAP_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long a rank waits for a link that its peer has made.
 const HEAP_LINK_TIMEOUT: Duration = Duration::from_secs(5);
-/// Maximum number of attempts: a link may be closed by its other end's last group just as it is
-/// found.
+/// Maximum number of attempts to link. An attempt fails if the last group at the other end of a
+/// link closes the link just as this rank finds it.
 const ATTEMPTS: usize = 5;
 
 /// Sends every rank's bytes to every rank, in rank order; all send the same number.
@@ -67,8 +67,8 @@ pub fn step(
     Ok(all.into_iter().map(|message| message[1..][..bytes].to_vec()).collect())
 }
 
-/// Returns `most`, or half of the rest of `limit` if that is less: all ranks wait for this one, and
-/// its reason must reach them before their limit.
+/// Returns `most`, or half of the rest of `limit` if that is less: all ranks wait for this rank,
+/// and if it fails, the reason must reach them before their limit.
 fn wait_budget(limit: &CallTimeout, most: Duration) -> Duration {
     most.min(limit.remaining().unwrap_or_default() / 2)
 }
@@ -88,8 +88,8 @@ pub struct PeerHeaps {
     pub bases: Vec<u64>,
 }
 
-/// The heaps of a group, for code that checks whether it has any: set once its ranks have linked,
-/// until its domains are dropped.
+/// The linked heaps of a group, for code that checks whether the group has any. Set once the
+/// group's ranks have linked their heaps; empty again once the group's domains are dropped.
 #[derive(Debug, Default)]
 pub struct PeerHeapsCell(OnceLock<Weak<PeerHeaps>>);
 
@@ -255,8 +255,8 @@ impl PeerHeaps {
         (span.bytes <= left && self.reachable(span)).then(|| begin - heap.base())
     }
 
-    /// Returns the local address of `bytes` at `offset` of the heap of `rank`, which stay mapped
-    /// while the pin exists. `None` if they are not in one mapped segment.
+    /// Returns the local address of the `bytes` bytes at `offset` in the heap of `rank`; they stay
+    /// mapped while the pin exists. `None` if they are not in one mapped segment.
     pub fn reach(
         &self,
         rank: Rank,
@@ -270,8 +270,8 @@ impl PeerHeaps {
         held.then_some((address, pin))
     }
 
-    /// Returns true if any of `spans` starts in this rank's heap. One relaxed load if nothing is
-    /// allocated there.
+    /// Returns true if any of `spans` starts in this rank's heap. Costs one relaxed load if nothing
+    /// is allocated there.
     pub fn holds_any<'a>(&self, mut spans: impl Iterator<Item = &'a Span>) -> bool {
         !self.heap.is_empty()
             && spans.any(|span| span.bytes > 0 && self.heap.contains(span.addr as u64))
@@ -293,8 +293,8 @@ impl PeerHeaps {
             )
     }
 
-    /// Returns the ranks that have not mapped `span`, which a window uses, within half of the rest
-    /// of `limit`.
+    /// Returns the ranks that have not mapped `span`, which a window uses. Waits for them up to
+    /// `SEGMENT_MAP_TIMEOUT`, or for half of the rest of `limit` if that is less.
     pub fn unmapped_by(&self, span: Span, limit: &CallTimeout) -> Vec<Rank> {
         if self.holds.iter().all(Option::is_none)
             || self.reachable_within(span, wait_budget(limit, SEGMENT_MAP_TIMEOUT))

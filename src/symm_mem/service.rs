@@ -43,7 +43,7 @@ fn living() -> Vec<Arc<Heap>> {
     heaps.iter().filter_map(Weak::upgrade).collect()
 }
 
-/// Keeps the thread alive, without which no peer can connect.
+/// Keeps the service thread alive; without this thread, no peer can connect.
 pub(super) fn attend() -> Result<ServiceThread> {
     ServiceThread::new(|wake| {
         thread::spawn("symm-heap", Some(512 << 10), move || run(&wake)).map(|_| ())

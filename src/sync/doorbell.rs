@@ -11,7 +11,7 @@ use std::time::Duration;
 /// A member's bell in shared memory: any member rings it, and its owner sleeps on it.
 ///
 /// It exists so that a waiting rank can give up its core without a system call on the publisher's
-/// fast path: peers call the kernel only if [`Sleepers`] shows that a rank sleeps.
+/// fast path: peers make a system call only if [`Sleepers`] shows that a rank sleeps.
 ///
 /// # Examples
 /// ```
@@ -86,7 +86,7 @@ impl Doorbell {
 
 impl Sleepers {
     /// Returns true if a thread of the group may be asleep. After a `false`, a thread that falls
-    /// asleep later sees everything published before.
+    /// asleep later sees everything that was published before this call.
     pub fn any(&self) -> bool {
         fence(Ordering::SeqCst);
         self.0.load(Ordering::Relaxed) > 0
@@ -135,7 +135,8 @@ mod tests {
             let start = Instant::now();
             let sleeper =
                 scope.spawn(|| futex::wait(&bell.rung, futex::Flags::empty(), 0, Some(&long)));
-            // Time to fall asleep; a later sleeper sees the new value instead.
+            // Gives the thread time to fall asleep; if it sleeps later, it sees the new value and
+            // returns.
             std::thread::sleep(Duration::from_millis(50));
             bell.ring();
             let _ = sleeper.join().expect("no panic");

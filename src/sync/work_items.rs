@@ -32,7 +32,7 @@ impl<W: Atomic<u64>> WorkItems<W> {
         Self { claims: zero(), job: zero(), finished: zero() }
     }
 
-    /// Offers `count` pieces of a job, at most [`MOST`]; claimants receive `job`. The job before
+    /// Offers `count` pieces of a job, at most [`MOST`]; claimants receive `job`. The previous job
     /// must be complete.
     pub fn offer(&self, job: u64, count: u64) {
         let number = (self.claims.load(Ordering::Relaxed) >> JOB_BITS).wrapping_add(1);

@@ -28,7 +28,7 @@ pub fn leave(taken: impl Fn(usize) -> bool) -> bool {
 
 /// Restores the affinity of this thread to `allowed`. If `allowed` was the thread's whole cpuset,
 /// this function requests all cores: the system remembers the request, and would otherwise confine
-/// the thread to today's cores if the cpuset grew.
+/// the thread to the present cores if the cpuset grew.
 fn restore(allowed: &CpuSet) {
     let mut everything = CpuSet::new();
     (0..CpuSet::MAX_CPU).for_each(|core| everything.set(core));

@@ -2,8 +2,8 @@
 
 use rustix::io::{Errno, Result};
 
-/// Maximum number of interruptions in a row. Signals do not interrupt one call more often: then a
-/// tracer or a system-call filter fails every try.
+/// Maximum number of interruptions in a row. Signals do not interrupt one call more often than
+/// that, so a tracer or a system-call filter is making every try fail.
 const TRIES: usize = 100;
 
 /// Repeats `call` while it is interrupted, at most `TRIES` times; then returns its `INTR`.

@@ -1,4 +1,4 @@
-//! Requests of the program to stop waiting, as Python makes after Ctrl-C.
+//! Requests of the program to stop waiting, such as Python makes after Ctrl-C.
 
 use crate::error::{Error, Result};
 use rustix::process::getpid;

@@ -1,4 +1,4 @@
-//! Minimal safe wrappers over kernel features that `rustix` does not offer, or not in this form.
+//! Minimal safe wrappers over features of Linux that `rustix` does not offer, or not in this form.
 
 pub mod byte_lock;
 pub mod cpu_affinity;

@@ -33,7 +33,7 @@ pub unsafe fn read_memory(pid: u32, from: usize, to: *mut u8, bytes: usize) -> R
             copied => done += copied as usize,
         }
     }
-    // A process that is alive now has had the number all the time.
+    // If the process has not ended by now, no other process had its id during the read.
     if process::has_ended(pid) {
         return Err(failed(pid, bytes, Errno::SRCH));
     }

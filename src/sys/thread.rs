@@ -43,7 +43,8 @@ impl AsFd for Waker {
 /// Starts a thread on which no signal handler of the program runs, with `stack` bytes of stack or
 /// the default.
 ///
-/// The thread starts with its signals blocked, so no signal can arrive before it blocks them.
+/// The thread starts with its signals blocked. If it blocked them itself, a signal could arrive
+/// before that.
 pub fn spawn<T: Send + 'static>(
     name: &str,
     stack: Option<usize>,

@@ -16,8 +16,8 @@ pub fn is_writable(address: usize, bytes: usize) -> bool {
 /// The page size of every supported machine is a multiple of this.
 const SMALLEST_PAGE: usize = 4096;
 
-/// Makes the kernel add 0 atomically to the word around `address`. This fails where a store would
-/// raise SIGSEGV or SIGBUS, and does not lose another thread's store.
+/// Makes Linux add 0 atomically to the word around `address`. This fails where a store would raise
+/// SIGSEGV or SIGBUS, and does not lose another thread's store.
 fn takes_a_word(address: usize) -> bool {
     const ADD_NOTHING: i32 = libc::FUTEX_OP_ADD << 28;
     let own = AtomicU32::new(0);

@@ -24,8 +24,8 @@ const TORCH_BETWEEN_NODES: f64 = 0.22;
 const TORCH_HOP_US: [f64; 2] = [0.6, 2.7];
 /// Fixed cost of a call in torch's model in µs, before the first hop.
 const TORCH_BASE_US: f64 = 6.6;
-/// What torch adds to the cost of an all-to-all in µs, so that it prefers an all-gather of the same
-/// price.
+/// Amount in µs that torch adds to the cost of an all-to-all, so that it prefers an all-gather of
+/// the same price.
 const TORCH_ALL_TO_ALL_US: f64 = 1.0;
 
 /// Returns the links that torch's model assigns to the dimensions of a mesh of shape `ranks`, on
@@ -129,8 +129,8 @@ impl LinkKind {
             Self::Network => {
                 LinkCost { gb_per_s: TORCH_GB_PER_S * TORCH_BETWEEN_NODES, us: TORCH_HOP_US[1] }
             }
-            // Nominally 10 Gb/s for all ranks of a node; half of a message's round trip
-            // (docs/measurements/cpu.md, 2026-11-24).
+            // The rate is nominal: 10 Gb/s for all ranks of a node. The latency is half of a
+            // message's round trip (docs/measurements/cpu.md, 2026-11-24).
             Self::Sockets => LinkCost { gb_per_s: 1.25, us: 135.0 },
         }
     }

@@ -21,7 +21,7 @@ const MAX_LINKS: u32 = 18;
 pub(super) struct Readings {
     pub(super) gpus: Vec<Gpu>,
     pub(super) links: Vec<GpuLinks>,
-    /// True for pairs whose memory NVML allows each GPU of the pair to read and write.
+    /// True for a pair if, according to NVML, each of the two GPUs may access the other's memory.
     pub(super) peers: Square<bool>,
 }
 

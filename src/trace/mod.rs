@@ -191,7 +191,7 @@ impl GroupRecorder {
         (late, last.filter(|_| late > 0))
     }
 
-    /// Turns the recording of the last rank to start on or off.
+    /// Turns on or off the recording of the rank that starts a call last.
     pub fn watch(&self, on: bool) {
         // Calls set the flag one at a time and seldom change it, so it is stored only on a change.
         if self.watched.load(Ordering::Relaxed) != on {

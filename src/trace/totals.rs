@@ -20,7 +20,7 @@ const CLASSES: usize = 66;
 struct Cell {
     calls: AtomicU64,
     bytes: AtomicU64,
-    /// The calls whose time is known, and their total time in nanoseconds.
+    /// Number of calls whose time is known, and their total time in nanoseconds.
     timed: AtomicU64,
     spent: AtomicU64,
     longest: AtomicU64,

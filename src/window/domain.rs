@@ -39,8 +39,8 @@ pub(super) struct MemoryDomain {
 pub struct Domains(pub(super) Mutex<HashMap<MemoryKind, Arc<MemoryDomain>>>);
 
 impl Domains {
-    /// Waits up to `limit` until the enqueued signals are done, then makes the rest end. No
-    /// signal can be enqueued afterwards.
+    /// Waits up to `limit` for the enqueued signals to complete, then makes the pending ones end.
+    /// No signal can be enqueued afterwards.
     pub fn drain(&self, limit: Duration) {
         let domains: Vec<Arc<MemoryDomain>> = lock(&self.0).values().cloned().collect();
         for (_, signals) in domains.iter().filter_map(|domain| domain.signals.get()) {
@@ -111,7 +111,7 @@ impl MemoryDomain {
             heap.settle()?;
         }
         let pad = self.pads().take(&heap, pad_bytes)?;
-        // Cleared before the ranks meet, because no rank signals earlier.
+        // Cleared before the ranks meet, because peers may signal from then on.
         heap.clear(pad.address, pad.bytes)?;
         let allocation = allocations::find(address);
         let offer = RendezvousRequest {
@@ -142,8 +142,8 @@ impl Drop for MemoryDomain {
             std::mem::forget(recorded);
             return;
         }
-        // Signals end before their memory is freed, and links end before anything waits for the
-        // peers at the other ends.
+        // Signals end before their memory is freed. Links end before a release of segments waits
+        // for the peers at their other ends.
         drop((self.signals.take(), recorded, self.heaps.take()));
         for segment in pads.into_segments() {
             if let Err(error) = symm_mem::release(segment) {

@@ -8,7 +8,7 @@ use std::collections::{HashMap, VecDeque};
 
 /// Minimum size of a segment from which pads are cut.
 const SEGMENT: usize = 64 << 10;
-/// Pads start on a pair of cache lines.
+/// Pads start at multiples of this, the size of a pair of cache lines.
 const ALIGNMENT: usize = 128;
 
 /// A pad of this rank.
@@ -67,7 +67,7 @@ impl Pads {
         Ok(Pad { number: 0, address, bytes })
     }
 
-    /// Returns the pad that was taken last, if its window did not open.
+    /// Adds the pad that was taken last, whose window did not open, to the free pads again.
     pub(super) fn return_pad(&mut self, base: u64, own: &RendezvousRequest) {
         self.free.entry(own.pad_bytes as usize).or_default().push(base + own.pad);
     }

@@ -31,10 +31,10 @@ pub struct RendezvousContext<'a> {
 }
 
 impl Domains {
-    /// Collective. Opens a window on each rank's memory at `address`, which may differ between
-    /// ranks, on CUDA device `device` or, if negative, on the host. Each rank gets a signal pad of
-    /// at least `pad_bytes`. Fails on all ranks: with `Mismatch` if sizes differ, with `Value` if
-    /// the memory of one rank is not symmetric.
+    /// Collective. Opens a window on the memory that each rank has at its `address`: memory of CUDA
+    /// device `device`, or of the host if `device` is negative. The addresses may differ between
+    /// ranks. Each rank gets a signal pad of at least `pad_bytes`. Fails on all ranks: with
+    /// `Mismatch` if sizes differ, with `Value` if the memory of one rank is not symmetric.
     pub fn rendezvous(
         &self,
         meeting: &RendezvousContext<'_>,
@@ -85,8 +85,8 @@ impl RendezvousContext<'_> {
             None => {
                 let heaps = self.link(heap, &all, step)?;
                 let heaps = domain.heaps.get_or_init(|| Arc::new(heaps));
-                // Set before a step in which all ranks take part, so that no rank sends memory to a
-                // rank that does not yet check for it.
+                // Set before a step in which all ranks take part, so that no rank passes an address
+                // in symmetric memory to a rank that does not check for such addresses yet.
                 if own.host {
                     self.linked.set(heaps);
                 }

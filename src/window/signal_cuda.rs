@@ -44,7 +44,7 @@ pub struct GpuSignals {
     kernel: Kernel,
     enqueued: Mutex<EnqueuedSignal>,
     held: ManuallyDrop<SignalResources>,
-    // Dropped last, because everything above is freed in its context.
+    // Dropped last, because the fields above are freed in the device's context.
     device: Arc<Device>,
 }
 
@@ -64,9 +64,9 @@ struct SignalResources {
 }
 
 impl GpuSignals {
-    /// Loads the kernel now, so that no rank has to load it while peers already wait in theirs.
-    /// From now on the exit of a member fails the group at once. Fails for groups of more than 8
-    /// ranks.
+    /// Loads the kernel now, so that no rank has to load it while kernels of its peers already
+    /// wait. From now on the exit of a member fails the group at once. Fails for groups of more
+    /// than 8 ranks.
     pub fn new(control: &Arc<ControlBlock>, device: i32) -> Result<Self> {
         let (world, rank) = (control.size(), control.rank());
         if world > MAX_PEERS {
@@ -206,9 +206,9 @@ impl GpuSignals {
         DeviceTable::new(&self.device, &self.held.stream, words)
     }
 
-    /// Waits up to `limit` until the enqueued signals are done, then makes the rest end. Returns
-    /// false if some have still not ended; the memory that they use must then be kept. No signal
-    /// can be enqueued afterwards, and graphs with such signals must not be replayed.
+    /// Waits up to `limit` for the enqueued signals to complete, then makes the pending ones end.
+    /// Returns false if some have still not ended; the memory that they use must then be kept. No
+    /// signal can be enqueued afterwards, and graphs with such signals must not be replayed.
     #[must_use = "memory that kernels use must not be given back"]
     pub fn drain(&self, limit: Duration) -> bool {
         lock(&self.enqueued).closed = true;

@@ -53,7 +53,7 @@ impl Connections {
         }
     }
 
-    /// Returns true if `scope` has been created or is being created.
+    /// Returns true if the backend of `scope` has been created or is being created.
     pub(super) fn has(&self, scope: BackendScope) -> bool {
         lock(&self.made).contains_key(&scope)
     }
@@ -66,8 +66,8 @@ impl Connections {
         made.get(&scope).cloned().flatten().ok_or_else(|| Error::peer("there is no connection"))
     }
 
-    /// Creates `scope`, unless it exists: connects this rank with the other ranks of `scope`, once
-    /// they call this function with this `name`.
+    /// Creates the backend of `scope`, unless it exists: connects this rank with the other ranks of
+    /// `scope`, once they call this function with this `name`.
     pub(super) fn make(
         &self,
         scope: BackendScope,
@@ -87,8 +87,8 @@ impl Connections {
         transport.all_gather(one?.first(1), all?.first(seat.size), Manner::default())?.follow()
     }
 
-    /// Returns the address of `bytes` bytes of device memory, for work that is enqueued until
-    /// `finish`.
+    /// Returns the address of `bytes` bytes of device memory, for work that is enqueued before
+    /// `finish` is called.
     pub(super) fn memory(&self, device: i32, bytes: usize) -> Result<usize> {
         let buffer = self.transports.allocate(device, bytes)?;
         let address = buffer.address;
@@ -101,13 +101,14 @@ impl Connections {
     pub(super) fn finish(&self) -> Result<()> {
         let Enqueued { overlapping, memory } = std::mem::take(&mut *lock(&self.enqueued));
         let followed = overlapping.iter().try_for_each(|work| work.follow());
-        // Freed after the waits were enqueued, because enqueued work still uses it.
+        // The memory is freed after the waits were enqueued, because enqueued work uses it until
+        // then.
         drop(memory);
         followed
     }
 
     /// Enqueues a transfer of GPU memory on the rail: in stream order, or, with `overlap`, after
-    /// the work on the stream now and concurrently with later work.
+    /// the work that is on the stream now and concurrently with later work.
     pub(super) fn start(&self, transfer: &RailOp<Span>, overlap: bool) -> Result<()> {
         let work = rail::start(
             &*self.made(BackendScope::Rail)?,
@@ -135,8 +136,8 @@ impl Connections {
         Ok(())
     }
 
-    /// Aborts all backends concurrently, because one that frees its memory waits for kernels of the
-    /// others. Nothing can be enqueued on any of them afterwards.
+    /// Aborts all backends concurrently, because a backend that frees its memory waits for kernels
+    /// of the others. Nothing can be enqueued on any of them afterwards.
     pub(super) fn abort(&self) {
         let made = lock(&self.made);
         self.aborted.set();
@@ -146,7 +147,8 @@ impl Connections {
         }
     }
 
-    /// Releases the backends, which have ended.
+    /// Shuts down the backends, unless they were aborted, and releases them. No call may be running
+    /// on them.
     pub(super) fn close(&self) {
         let (made, aborted) = {
             let mut made = lock(&self.made);

@@ -24,7 +24,7 @@ const STORE_POLL: (Duration, Duration) = (Duration::from_millis(1), Duration::fr
 impl Internode {
     /// Enqueues sends and receives that do not wait for each other; returns as `launch` does. The
     /// first message between two ranks of different nodes blocks until the other rank also starts a
-    /// message with this one.
+    /// message with this rank.
     pub fn launch_messages(
         &self,
         inside: &dyn IntraNode,
@@ -191,8 +191,8 @@ impl Internode {
     }
 }
 
-/// Returns batches of `(peer, sent, received)`: in each batch at most one message per peer and
-/// direction, in their order.
+/// Splits the messages `far` into batches of `(peer, sent, received)`. A batch has at most one
+/// message per peer and direction; messages of one peer and direction keep their order.
 fn batches(far: &[(Rank, bool, Span)]) -> Vec<Vec<(Rank, Span, Span)>> {
     let mut batches: Vec<Vec<(Rank, Span, Span)>> = Vec::new();
     for peer in far.iter().map(|&(peer, ..)| peer).collect::<BTreeSet<_>>() {

@@ -42,8 +42,8 @@ use std::time::Duration;
 use sum::MAX_NODES;
 use watchdog::{EnqueuedCall, Watchdog, WatchdogThread};
 
-/// The extra time in the timeout of intra-node kernels, compared with the call's timeout: a rank
-/// that waits for another node knows which node is late, and must fail the group first.
+/// How much longer the timeout of intra-node kernels is than the timeout of the call: a rank that
+/// waits for another node knows which node is late, and must fail the group first.
 const KERNEL_GRACE: Duration = Duration::from_secs(1);
 /// How much longer a backend's own timeout is than the group's, because NCCL's timeout ends the
 /// process.
@@ -52,13 +52,13 @@ const BACKEND_TIMEOUT_MARGIN: Duration = Duration::from_secs(600);
 /// How long leaving waits until the backends have ended.
 const BACKEND_CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The ranks of this node, as calls on CUDA tensors need them.
+/// The functions of a group that its inter-node part needs for calls on CUDA tensors.
 pub trait IntraNode {
     /// Runs a call of the whole group on CPU tensors.
     fn run_call(&self, call: &Call<'_>, timeout: Duration) -> Result<()>;
 
-    /// Returns the GPUs of this node. The first call sets them up on `device`, and blocks until all
-    /// ranks of this node do so.
+    /// Returns the communicator of this node's GPUs. The first call sets up this rank's part of it
+    /// on `device`, and blocks until all ranks of this node have made this call.
     fn gpus(&self, device: i32) -> Result<Arc<Communicator>>;
 
     /// Enqueues messages among the ranks of this node; peers are local ranks.
@@ -106,7 +106,8 @@ struct LastEnqueued {
 }
 
 impl CudaInternode {
-    /// Creates the state of a group whose ranks meet in pairs in `store`.
+    /// Creates the state of a group. Ranks of different nodes that exchange messages meet in
+    /// `store`.
     pub(super) fn new(transports: Arc<dyn Transports>, store: Arc<dyn Store>) -> Self {
         Self {
             connections: Arc::new(Connections::new(transports)),
@@ -142,8 +143,8 @@ impl CudaInternode {
 }
 
 impl Internode {
-    /// Enqueues `calls` in order and returns at once; the first call returns after the set-up with
-    /// all ranks.
+    /// Enqueues `calls` in order and returns at once, except that the first call also waits until
+    /// all ranks have set up their GPUs.
     pub fn launch(
         &self,
         inside: &dyn IntraNode,
@@ -195,7 +196,7 @@ impl Internode {
     }
 
     /// Records `calls`, which end with collective number `last`, in the flight recorder; returns
-    /// their numbers there.
+    /// the numbers of their entries.
     fn note(&self, calls: &[Call], last: u64, target: CudaTarget, timeout: Duration) -> Range<u64> {
         let (recorder, CudaTarget { device, stream, background }) =
             (self.health.recorder(), target);
@@ -217,7 +218,8 @@ impl Internode {
     }
 
     /// Blocks the calling thread until all ranks of all nodes were found to run the same call.
-    /// `launch` blocks for each call only under `SYMM_DEBUG=call_site`, and only here.
+    /// `launch` calls this only under `SYMM_DEBUG=call_site`; otherwise `launch` blocks only for
+    /// the set-up.
     fn compare(&self, inside: &dyn IntraNode, header: CallHeader, timeout: Duration) -> Result<()> {
         let (n, each) = (self.layout.size(), CallHeader::BYTES);
         let (mut own, mut all) = (header.to_bytes(None), vec![0u8; n * each]);
@@ -239,7 +241,8 @@ impl Internode {
         agreed.map(drop).map_err(|error| self.health.fail(error))
     }
 
-    /// Sets up the group's GPUs: blocks until all ranks have called it or launched. Idempotent.
+    /// Sets up the group's GPUs: blocks until all ranks have called this function or `launch`.
+    /// Idempotent.
     pub fn connect(&self, inside: &dyn IntraNode, device: i32, timeout: Duration) -> Result<()> {
         // The default stream, because no program records a graph while it creates a group.
         let target = CudaTarget { device, stream: 0, background: false };
@@ -317,7 +320,8 @@ impl Internode {
         self.health.fail(Error { message: text, ..error })
     }
 
-    /// Connects the GPUs and the backend `needed`, with all ranks, unless they are connected.
+    /// Connects this node's GPUs and the backend `needed`, together with all ranks, unless that has
+    /// happened.
     fn connected(
         &self,
         inside: &dyn IntraNode,

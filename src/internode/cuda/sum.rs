@@ -87,9 +87,9 @@ impl PartialsSum {
         Ok((levels.outer, SumPartials { from, stride, to, bytes, nodes, divisor, factor }))
     }
 
-    /// Loads the kernel for sums of `dtype` in a call with the operation `op`, in `order`, on
-    /// `device`, whose context must be current. The first load may wait for running kernels of the
-    /// device.
+    /// Loads the kernel on `device`, whose context must be current. It sums elements of `dtype` in
+    /// `order`, for a call with the operation `op`. The first load may wait for running kernels of
+    /// the device.
     pub(super) fn kernel(
         device: &Device,
         dtype: DType,

@@ -1,7 +1,7 @@
 //! The watchdog of enqueued calls: ends a call at its deadline, and all calls when the group fails.
 //!
-//! The group's own kernels then end by themselves. Kernels of a backend such as NCCL would wait
-//! forever, so they are aborted.
+//! When the group fails, its own kernels end by themselves. Kernels of a backend such as NCCL would
+//! wait forever, so they are aborted.
 
 use super::backends::Connections;
 use crate::coll::describe::Description;
@@ -32,7 +32,7 @@ pub(super) struct EnqueuedCall {
     /// The description of a collective; `None` for messages.
     pub(super) call: Option<Description>,
     pub(super) number: u64,
-    /// Its collectives in the flight recorder.
+    /// The numbers of its collectives in the flight recorder.
     pub(super) entries: Range<u64>,
 }
 
@@ -108,7 +108,7 @@ impl Watchdog {
     }
 
     fn run(&self, watched: &WatchdogThread) -> Result<()> {
-        // The program may record graphs meanwhile.
+        // The program may record graphs while this thread runs.
         let _relaxed = RelaxedCapture::begin()?;
         let _entered = watched.device.enter()?;
         while !self.closed.load(Ordering::Acquire) {

@@ -56,7 +56,7 @@ pub(in crate::internode) struct HubAnnouncement {
     pub(in crate::internode) life: Life,
 }
 
-/// A rank's view of the connection of a group's node leaders.
+/// The parameters with which a rank takes part in connecting the group's node leaders.
 pub(in crate::internode) struct OobConnector<'a> {
     pub(in crate::internode) store: &'a dyn Store,
     pub(in crate::internode) group: &'a str,
@@ -86,8 +86,8 @@ struct HubKey<'a> {
 
 impl Drop for HubKey<'_> {
     fn drop(&mut self) {
-        // A store that cannot delete keeps the key. A later reader of it is rejected by any process
-        // that listens at the address.
+        // A store that cannot delete keeps the key. A rank that later connects to the address in it
+        // is rejected by any process that listens there.
         let _ = self.store.delete(&self.name);
     }
 }
@@ -172,7 +172,8 @@ impl OobConnector<'_> {
         Ok((seat, told))
     }
 
-    /// Waits until all callers have connected to the hub of `seat`, which listens `at`.
+    /// Waits until all callers have connected to the hub of `seat`, which listens at the address
+    /// `at`.
     fn poll_accept(&self, seat: &LeaderRegistration, at: &str) -> Result<()> {
         let (me, group) = (self.node_map.describe(self.me), self.group);
         let (mut pause, mut interrupts) = (CONNECT_RETRY_MIN, Interrupts::new());

@@ -35,7 +35,7 @@ pub(super) struct OobConnection {
     output: Vec<u8>,
     /// When a message last arrived.
     pub(super) heard: Instant,
-    /// Heartbeat intervals since then.
+    /// Number of heartbeat intervals since a message last arrived.
     pub(super) missed: u32,
     // In this order, because the guard must be dropped before the file descriptor is closed.
     _unshared: Option<CloseInChild>,
@@ -114,7 +114,7 @@ impl OobConnection {
     }
 
     /// Sends what can be sent now. If the other end is closed, or more than [`UNSENT`] bytes are
-    /// queued, the rest is discarded; reads detect the failure.
+    /// queued, discards the queue; a later read reports the failure.
     pub(super) fn write(&mut self) {
         while !self.output.is_empty() {
             match retry(|| {
@@ -130,8 +130,8 @@ impl OobConnection {
     /// Passes each message that has arrived to `took`.
     ///
     /// # Errors
-    /// `Network` if the other end is closed or fails its identification, after the messages that
-    /// arrived before.
+    /// `Network` if the other end is closed or fails its identification. Messages that arrived
+    /// before that are passed on first.
     pub(super) fn read(
         &mut self,
         token: Option<&Token>,
@@ -177,7 +177,7 @@ impl OobConnection {
         Ok(())
     }
 
-    /// Closes the connection after everything that was sent.
+    /// Closes the connection such that the other end still receives everything that was sent.
     pub(super) fn close(self) {
         // Closing with unread input would reset the connection and discard what was sent.
         let mut piece = [0; PIECE];

@@ -1,9 +1,9 @@
 //! Launches: calls on CUDA tensors. Nodes compare them after the fact, because a launch must not
 //! wait for a GPU or another node.
 //!
-//! In each turn of its node leader, the first rank of each node sends its new launches to the first
-//! rank of the group, which compares them call by call. Launches within a node are compared on that
-//! node.
+//! At each poll of its node leaders, the first rank of each node sends its new launches to the
+//! first rank of the group, which compares them call by call. Launches within a node are compared
+//! on that node.
 
 use crate::error::Error;
 use crate::internode::header::CallHeader;
@@ -15,7 +15,7 @@ use std::collections::{BTreeMap, VecDeque};
 /// the others.
 const MAX_HEADERS_KEPT: usize = 4096;
 /// Maximum number of headers sent at once. Further ones are not compared; no program launches that
-/// many within a turn.
+/// many calls between two polls.
 pub(super) const MAX_HEADERS_PER_POLL: usize = 512;
 
 /// The launches of the first ranks of all nodes, in order, that the first rank of the group has not
@@ -42,8 +42,8 @@ impl LaunchHistory {
         keep(self.others.entry(rank).or_default(), headers);
     }
 
-    /// Compares the calls that both this rank, `me`, and another have launched; returns the first
-    /// difference.
+    /// Compares the calls that this rank, `me`, and another rank have both launched; returns the
+    /// first difference.
     pub(super) fn compare(&mut self, layout: &NodeMap, me: Rank, group: &str) -> Option<Error> {
         for (&rank, theirs) in &mut self.others {
             while let (Some(their), Some(oldest)) = (theirs.front(), self.own.front()) {

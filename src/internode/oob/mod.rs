@@ -41,8 +41,8 @@ const LEADERS_PER_NODE: usize = 2;
 
 /// The ranks of this node, as a node leader sees them.
 pub(super) trait LocalNode: Send + Sync {
-    /// Returns the first failure of the group on this node, including a death that no call has met
-    /// yet.
+    /// Returns the first failure of the group on this node, including a death that no call has
+    /// noticed yet.
     fn failure(&self) -> Option<Error>;
 
     /// Fails the group on this node with `error`, unless it has failed already.

@@ -184,8 +184,9 @@ impl NodeLeader {
         }
     }
 
-    /// If this rank has waited for long in `waiting`, broadcasts this. If it waits on its rail,
-    /// returns the call's number and the late nodes, if [`Self::late`] knows them.
+    /// Broadcasts a report if this rank has waited for long in one phase of the call `waiting`. If
+    /// the call waits on its rail, returns its number and the late nodes, if [`Self::late`] knows
+    /// them.
     pub(super) fn report_blocked(&mut self, waiting: Option<BlockedCall>) -> Option<(u64, String)> {
         if let Some(report) = self.progress.due(&self.node_map, self.me, waiting, Instant::now()) {
             self.broadcast(&OobMessage::Waiting(self.me, report));

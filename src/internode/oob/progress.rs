@@ -1,11 +1,11 @@
 //! Progress: which ranks wait for other nodes in a long call, so that an error can name the nodes
 //! that are late.
 //!
-//! A backend only reports that all other ranks have answered. A node leader that waits for long in
-//! one phase of a call therefore broadcasts its rank, the call's number, and whether it waits on
-//! its rail. Every node without such a report counts as late. With two nodes no reports are sent,
-//! because only the other node can be late. The reports of a rank are numbered, because each may
-//! arrive over two connections.
+//! A backend reports only that all other ranks have answered, not which rank has not. A node leader
+//! that waits for long in one phase of a call therefore broadcasts its rank, the call's number, and
+//! whether it waits on its rail. Every node without such a report counts as late. With two nodes no
+//! reports are sent, because only the other node can be late. The reports of a rank are numbered,
+//! because each may arrive over two connections.
 
 use super::{BlockedCall, LEADERS_PER_NODE};
 use crate::node_map::NodeMap;
@@ -19,7 +19,7 @@ const PHASE_REPORT_AFTER: Duration = Duration::from_millis(200);
 /// A rank's report about the call in which it waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PhaseReport {
-    /// Number of the report among those of its rank, from 1.
+    /// Number of the report among the reports of its rank, from 1.
     pub(super) number: u64,
     /// Number of the call.
     pub(super) call: u64,

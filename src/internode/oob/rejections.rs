@@ -5,9 +5,9 @@
 //!
 //! A rank reports when it rejects a call, and again when it next makes a call. If a rank of another
 //! node is blocked in a call that the rejecting rank has not made, the blocked rank fails the
-//! group. The exception is a blocked rank that has itself rejected as many calls at that point: the
-//! other rank is then only late. A report that arrives over two connections counts once, because
-//! its numbers only grow.
+//! group. The exception is a blocked rank that has itself rejected at least as many calls as the
+//! other rank at that point: the other rank is then only late. A report that arrives over two
+//! connections counts once, because its numbers only grow.
 
 use super::{BlockedCall, CallPosition};
 use crate::node_map::NodeMap;

@@ -1,5 +1,5 @@
-//! The thread that runs all node leaders of the process. It starts with the first and ends with the
-//! last.
+//! The thread that runs all node leaders of the process. It starts with the first node leader and
+//! ends with the last.
 
 use super::node_leader::{Descriptor, NodeLeader};
 use crate::error::Result;

@@ -14,7 +14,8 @@ use std::path::Path;
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// Number of lock-free reads of a slot that is being written before a read takes the lock.
+/// Maximum number of lock-free reads while a slot is being written; after them, a read takes the
+/// lock.
 const LOOKS: usize = 3;
 
 /// Time between two checks during a wait that the file still exists.

@@ -6,10 +6,10 @@
 //! record   length 4 | chain 4 | crc 4 | payload: a request, or a byte when a user joins or leaves
 //! ```
 //!
-//! All numbers are little-endian. `chain` is the checksum of a payload continued from the record
-//! before; the first continues from the checksum of the run. A record therefore counts only after
-//! the records that preceded it when it was written. A record is acknowledged once a slot covers
-//! it. The slots alternate, so one is intact whenever a writer is killed.
+//! All numbers are little-endian. `chain` is the checksum of a payload, continued from the previous
+//! record; the first record continues from the checksum of the run. A record therefore counts only
+//! after the records that preceded it when it was written. A record is acknowledged once a slot
+//! covers it. The slots alternate, so one is intact whenever a writer is killed.
 
 use crc32fast::Hasher;
 

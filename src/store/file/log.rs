@@ -141,8 +141,8 @@ impl Replica {
                 ));
             }
         } else {
-            // The damaged slot may have acknowledged the last record, so intact records that follow
-            // count.
+            // The damaged slot may have acknowledged the last record, so intact records after the
+            // position in the other slot count.
             self.read(source, None)?;
         }
         (self.front, self.slot) = (bytes, slot);

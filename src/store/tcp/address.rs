@@ -93,9 +93,9 @@ impl StoreAddress {
     }
 
     /// Replaces a loopback address, which all users of a node can reach, by an abstract Unix socket
-    /// named after the port, whose ends learn each other's user from the kernel. Like the port, the
-    /// name belongs to the network namespace, and no file remains of it. Port 0 yields a name that
-    /// other processes cannot guess.
+    /// named after the port. The system tells each end of such a socket the user of the other end.
+    /// Like the port, the name belongs to the network namespace, and no file remains of it. Port 0
+    /// yields a name that other processes cannot guess.
     pub fn for_same_user(self) -> Result<Self> {
         match &self {
             Self::Inet(_) if self.local() => {}
@@ -133,7 +133,7 @@ impl StoreAddress {
         }
     }
 
-    /// Starts a connection to the first address that works, and passes each failure to `failed`.
+    /// Connects to the first address that works, and passes each failure to `failed`.
     pub fn connect(&self, mut failed: impl FnMut(String, Errno)) -> Option<OwnedFd> {
         let mut attempt = |name: String, outcome: rustix::io::Result<OwnedFd>| {
             outcome.map_err(|errno| failed(name, errno)).ok()

@@ -12,7 +12,8 @@ use crate::window::SymmetricWindow;
 /// The rows that a rank sends and receives in an all-to-all.
 #[derive(Clone, Copy, Debug)]
 pub struct RowExchange {
-    /// This rank's rows, with those for rank 0 first; rows after the last one are not sent.
+    /// This rank's rows, in the order of the ranks that receive them; rows beyond the sum of the
+    /// splits are not sent.
     pub input: Span,
     /// Number of rows of the input.
     pub rows: usize,
@@ -54,8 +55,8 @@ impl SymmetricWindow {
     /// All-gather: `out` receives the inputs of all ranks, in rank order.
     ///
     /// # Safety
-    /// `out` can be written and overlaps no input; nothing else on this rank accesses either
-    /// meanwhile.
+    /// `out` can be written and overlaps no input; nothing else on this rank accesses `out` or an
+    /// input meanwhile.
     pub unsafe fn all_gather(&self, input: Span, out: Span) -> Result<()> {
         self.together(|| {
             let (inputs, to) = (self.inputs(input)?, output(out, input.bytes * self.size())?);

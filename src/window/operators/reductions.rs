@@ -130,8 +130,8 @@ impl SymmetricWindow {
     /// the input; a part of the input is overwritten in any case.
     ///
     /// # Safety
-    /// `out` can be written, and is the input or overlaps none; nothing else on this rank accesses
-    /// either meanwhile.
+    /// `out` can be written, and is the input or overlaps no input; nothing else on this rank
+    /// accesses `out` or an input meanwhile.
     pub unsafe fn two_shot_all_reduce(
         &self,
         dtype: DType,
@@ -173,8 +173,8 @@ impl SymmetricWindow {
     /// pieces one after another.
     ///
     /// # Safety
-    /// `out` can be written and overlaps no input; nothing else on this rank accesses either
-    /// meanwhile.
+    /// `out` can be written and overlaps no input; nothing else on this rank accesses `out` or an
+    /// input meanwhile.
     pub unsafe fn reduce_scatter(
         &self,
         dtype: DType,

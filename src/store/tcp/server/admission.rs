@@ -33,8 +33,8 @@ const MIN_UNIDENTIFIED: usize = 16;
 /// The part of the process's file descriptors that unidentified peers must leave free: 1 in 4.
 const UNIDENTIFIED_RESERVE: u64 = 4;
 
-/// Number of file descriptors that clients must leave free for the rest of the process, or 1 in 8
-/// if that is fewer.
+/// Number of file descriptors that clients must leave free for the rest of the process, or an
+/// eighth of the limit if that is fewer.
 const CLIENT_RESERVE: u64 = 32;
 
 /// Moves `socket` to the lowest free file descriptor, if that is lower than its own, so that the

@@ -143,7 +143,7 @@ impl EventLoop {
             if self.round(&events) {
                 awake_until = Instant::now() + SERVER_SPIN;
             } else {
-                // Lingering must not keep a client off its core.
+                // A loop that polls without sleeping must not keep a client off its core.
                 std::thread::yield_now();
             }
         }
@@ -159,8 +159,7 @@ impl EventLoop {
                 Token(key) => self.event(key, event.is_error() || event.is_read_closed()),
             }
         }
-        // Work that is added meanwhile waits for the next round, and new events are polled between
-        // rounds.
+        // Work that a turn adds waits for the next round, and new events are polled between rounds.
         for _ in 0..self.ready.len().min(ROUND) {
             if let Some(key) = self.ready.pop_front() {
                 self.turn(key);
