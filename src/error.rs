@@ -115,6 +115,18 @@ impl Error {
 }
 
 #[cfg(test)]
+impl Error {
+    /// Fails the test unless this error is of `kind` and its message has all `parts`.
+    #[track_caller]
+    pub(crate) fn assert_says(&self, kind: ErrorKind, parts: &[&str]) {
+        assert_eq!(self.kind, kind, "{self}");
+        for part in parts {
+            assert!(self.message.contains(part), "{part:?} is not in: {self}");
+        }
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
 

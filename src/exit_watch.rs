@@ -259,16 +259,14 @@ fn wait(wake: &Waker, pidfds: &[Arc<OwnedFd>], next: Option<Instant>) -> Vec<Arc
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sys::fork::tests::{forked, status_of};
     use std::process::{Child, Command};
     use std::sync::mpsc::{Receiver, channel};
 
     fn member_of(pid: u32) -> MemberProcess {
-        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).expect("it lives");
-        let fields = stat.rsplit_once(')').expect("a name").1;
-        let start_time =
-            fields.split_whitespace().nth(19).expect("22 fields").parse().expect("a number");
-        let pidfd = process::open(ProcessId { pid, start_time }).expect("opens");
-        MemberProcess { pid, start_time, pidfd }
+        let id = process::tests::identity(pid);
+        let pidfd = process::open(id).expect("opens");
+        MemberProcess { pid, start_time: id.start_time, pidfd }
     }
 
     fn sleeper() -> (Child, MemberProcess) {
@@ -380,21 +378,16 @@ mod tests {
     fn a_forked_child_watches_anew_and_leaves_the_parent_alone() {
         let (mut sleeper, member) = sleeper();
         let (subscription, received) = watching(std::slice::from_ref(&member));
-        // SAFETY: the child runs only code under test and `_exit`; glibc repairs malloc in a child.
-        let child = unsafe { libc::fork() };
-        if child == 0 {
-            drop(subscription);
-            let (_watch, news) = watching(&[member]);
-            let received = news.recv_timeout(Duration::from_secs(5));
-            // SAFETY: `_exit` takes any code.
-            unsafe { libc::_exit(i32::from(received.is_err())) };
-        }
+        let mut subscription = Some(subscription);
+        let child = forked(|| {
+            // The child's copy; the parent's stays.
+            drop(subscription.take());
+            let (_watch, news) = watching(std::slice::from_ref(&member));
+            news.recv_timeout(Duration::from_secs(5)).is_ok()
+        });
         std::thread::sleep(Duration::from_millis(50));
         sleeper.kill().expect("killed");
-        let mut status = 0;
-        // SAFETY: `status` is valid for a write; `child` is our own.
-        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
-        assert_eq!(status, 0);
+        assert_eq!(status_of(child), 0);
         assert!(received.recv_timeout(Duration::from_secs(2)).is_ok());
         drop(subscription);
         sleeper.wait().expect("reaped");

@@ -288,8 +288,7 @@ mod tests {
         ];
         for (bytes, expected) in cases {
             let error = JoinRecord::decode(Rank(1), bytes).expect_err("refused");
-            assert_eq!(error.kind, ErrorKind::Config);
-            assert!(error.message.contains(expected), "{error}");
+            error.assert_says(ErrorKind::Config, &[expected]);
         }
     }
 
@@ -355,8 +354,7 @@ mod tests {
             change(&mut bad[2]);
             change(&mut bad[3]);
             let error = agree("g", &bad.iter().collect::<Vec<_>>()).expect_err("refused");
-            assert_eq!(error.kind, ErrorKind::Config);
-            assert!(error.message.contains(expected), "{error}");
+            error.assert_says(ErrorKind::Config, &[expected]);
         }
     }
 

@@ -141,7 +141,6 @@ pub(crate) mod tests {
     use super::*;
     use crate::coll::call::Collective;
     use crate::coll::describe::Description;
-    use crate::dtype::ReduceOp;
     use crate::rank::Rank;
 
     /// Makes a call of `rows` rows without memory.
@@ -168,17 +167,9 @@ pub(crate) mod tests {
         } else {
             spans(&[quantized, all])
         };
-        let (op, reduce_op, root) = (Collective::AllReduceAddRmsNorm, ReduceOp::Sum, Rank(0));
-        CallSpec {
-            op,
-            dtype,
-            reduce_op,
-            root,
-            factor: eps,
-            inputs: inputs.into(),
-            outputs: outputs.into(),
-            call_site: None,
-        }
+        let (op, inputs, outputs) =
+            (Collective::AllReduceAddRmsNorm, inputs.into(), outputs.into());
+        CallSpec { op, dtype, factor: eps, inputs, outputs, ..CallSpec::barrier(None) }
     }
 
     #[test]

@@ -259,33 +259,23 @@ mod tests {
         let spans =
             |lengths: &[usize]| lengths.iter().map(|&bytes| Span { addr: 0, bytes }).collect();
         let (inputs, outputs) = (spans(inputs), spans(outputs));
-        CallSpec {
-            op,
-            dtype: DType::F32,
-            reduce_op: ReduceOp::Sum,
-            root: Rank(root),
-            factor: 1.0,
-            inputs,
-            outputs,
-            call_site: None,
-        }
+        let (dtype, root) = (DType::F32, Rank(root));
+        CallSpec { op, dtype, root, inputs, outputs, ..CallSpec::barrier(None) }
     }
 
     #[test]
     fn descriptions_read_as_calls() {
-        assert_eq!(
-            Description::of(&call(Collective::AllReduce, 0, &[4096], &[4096])).to_string(),
-            "all_reduce(1024 × float32, 4096 bytes, SUM)"
-        );
-        assert_eq!(
-            Description::of(&call(Collective::Broadcast, 2, &[], &[8])).to_string(),
-            "broadcast(2 × float32, 8 bytes, root 2)"
-        );
-        assert_eq!(Description::of(&call(Collective::Barrier, 0, &[], &[])).to_string(), "barrier");
-        assert_eq!(
-            Description::of(&call(Collective::AllToAll, 0, &[4, 8], &[4, 8])).to_string(),
-            "all_to_all(float32)"
-        );
+        for (call, text) in [
+            (
+                call(Collective::AllReduce, 0, &[4096], &[4096]),
+                "all_reduce(1024 × float32, 4096 bytes, SUM)",
+            ),
+            (call(Collective::Broadcast, 2, &[], &[8]), "broadcast(2 × float32, 8 bytes, root 2)"),
+            (call(Collective::Barrier, 0, &[], &[]), "barrier"),
+            (call(Collective::AllToAll, 0, &[4, 8], &[4, 8]), "all_to_all(float32)"),
+        ] {
+            assert_eq!(Description::of(&call).to_string(), text);
+        }
     }
 
     // proves P7
@@ -330,21 +320,16 @@ mod tests {
 
     #[test]
     fn spans_that_do_not_fit_are_refused() {
-        assert!(call(Collective::AllReduce, 0, &[8], &[8]).validate(Rank(0), 2).is_ok());
-        assert!(call(Collective::AllReduce, 0, &[8], &[4]).validate(Rank(0), 2).is_err());
-        assert!(
-            call(Collective::AllReduce, 0, &[6], &[6]).validate(Rank(0), 2).is_err(),
-            "half an element"
-        );
-        assert!(
-            call(Collective::Broadcast, 2, &[], &[4]).validate(Rank(0), 2).is_err(),
-            "root outside"
-        );
-        assert!(
-            call(Collective::Gather, 0, &[4], &[4, 8]).validate(Rank(0), 2).is_err(),
-            "uneven gather"
-        );
-        assert!(call(Collective::Scatter, 1, &[], &[4]).validate(Rank(0), 2).is_ok());
+        for (what, fits, call) in [
+            ("equal lengths", true, call(Collective::AllReduce, 0, &[8], &[8])),
+            ("a shorter output", false, call(Collective::AllReduce, 0, &[8], &[4])),
+            ("half an element", false, call(Collective::AllReduce, 0, &[6], &[6])),
+            ("root outside", false, call(Collective::Broadcast, 2, &[], &[4])),
+            ("uneven gather", false, call(Collective::Gather, 0, &[4], &[4, 8])),
+            ("not the root", true, call(Collective::Scatter, 1, &[], &[4])),
+        ] {
+            assert_eq!(call.validate(Rank(0), 2).is_ok(), fits, "{what}");
+        }
     }
 
     #[test]

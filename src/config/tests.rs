@@ -62,63 +62,40 @@ fn settings_in_force_are_a_sentence() {
 
 #[test]
 fn values_are_taken_and_bad_ones_complained_about() {
-    let (config, complaints) = parse(&[
-        ("SYMM_LOG", "debug"),
-        ("TORCHELASTIC_RESTART_COUNT", "3"),
-        ("SYMM_SPIN", "200"),
-        ("SYMM_CPU_THREADS", "2"),
-        ("SYMM_CMA", "0"),
-        ("SYMM_STORE_MAX_BYTES", "4096"),
-        ("SYMM_NVRTC_PATH", "/opt/libnvrtc.so.13"),
-        ("SYMM_CACHE_DIR", "/scratch/kernels"),
-        ("SYMM_WORKSPACE_MB", "64"),
-        ("SYMM_P2P", "0"),
-        ("SYMM_ALLOW_SHARED_GPUS", "1"),
-        ("SYMM_CUDA_TUNING", "lanes=8"),
-        ("SYMM_COST_PROFILE", "/etc/profile.json"),
-        ("SYMM_TOPOLOGY_FILE", "/etc/topology.json"),
-        ("SYMM_BLOCKING_WAIT", "1"),
-        ("SYMM_DEBUG", "call_site"),
-        ("RANK", "7"),
-        ("SYMM_STATS_INTERVAL", "5"),
-        ("SYMM_TRACE_DIR", "/scratch/traces"),
-        ("SYMM_REPLACE_GLOO", "1"),
-        ("SYMM_ORDER", "tree"),
-        ("SYMM_CTA_POLICY", "zero"),
-        ("SYMM_MAX_CTAS", "16"),
-        ("SYMM_VLLM", "unfused"),
-        ("SYMM_SGLANG", "1"),
-        ("TMPDIR", "/scratch"),
-    ]);
-    let expected = Config {
-        log: "debug".into(),
-        restart: "3".into(),
-        spin: Some(200),
-        cpu_threads: Some(2),
-        cma: false,
-        workspace_mb: 64,
-        p2p: false,
-        shared_gpus: true,
-        cuda_tuning: "lanes=8".into(),
-        profile: ProfileChoice::At("/etc/profile.json".into()),
-        store_bytes: Some(4096),
-        nvrtc: Some("/opt/libnvrtc.so.13".into()),
-        cache_dir: CacheDir::At("/scratch/kernels".into()),
-        topology_file: Some("/etc/topology.json".into()),
-        blocking_wait: true,
-        trace_dir: Some("/scratch/traces".into()),
-        vllm: "unfused".into(),
-        temporary: "/scratch".into(),
-        debug_call_site: true,
-        order: SumOrder::Tree,
-        ctas: CtaOptions { policy: CtaPolicy::Zero, most: Some(16) },
-        sglang: true,
-        replace_gloo: true,
-        rank: Some(7),
-        stats_seconds: 5,
-        ..parse(&[]).0
-    };
-    assert_eq!((config, complaints), (expected, 0));
+    type Change = fn(&mut Config);
+    let settings: [(&str, &str, Change); 26] = [
+        ("SYMM_LOG", "debug", |c| c.log = "debug".into()),
+        ("TORCHELASTIC_RESTART_COUNT", "3", |c| c.restart = "3".into()),
+        ("SYMM_SPIN", "200", |c| c.spin = Some(200)),
+        ("SYMM_CPU_THREADS", "2", |c| c.cpu_threads = Some(2)),
+        ("SYMM_CMA", "0", |c| c.cma = false),
+        ("SYMM_STORE_MAX_BYTES", "4096", |c| c.store_bytes = Some(4096)),
+        ("SYMM_NVRTC_PATH", "/opt/nvrtc.so", |c| c.nvrtc = Some("/opt/nvrtc.so".into())),
+        ("SYMM_CACHE_DIR", "/kernels", |c| c.cache_dir = CacheDir::At("/kernels".into())),
+        ("SYMM_WORKSPACE_MB", "64", |c| c.workspace_mb = 64),
+        ("SYMM_P2P", "0", |c| c.p2p = false),
+        ("SYMM_ALLOW_SHARED_GPUS", "1", |c| c.shared_gpus = true),
+        ("SYMM_CUDA_TUNING", "lanes=8", |c| c.cuda_tuning = "lanes=8".into()),
+        ("SYMM_COST_PROFILE", "/p.json", |c| c.profile = ProfileChoice::At("/p.json".into())),
+        ("SYMM_TOPOLOGY_FILE", "/t.json", |c| c.topology_file = Some("/t.json".into())),
+        ("SYMM_BLOCKING_WAIT", "1", |c| c.blocking_wait = true),
+        ("SYMM_DEBUG", "call_site", |c| c.debug_call_site = true),
+        ("RANK", "7", |c| c.rank = Some(7)),
+        ("SYMM_STATS_INTERVAL", "5", |c| c.stats_seconds = 5),
+        ("SYMM_TRACE_DIR", "/traces", |c| c.trace_dir = Some("/traces".into())),
+        ("SYMM_REPLACE_GLOO", "1", |c| c.replace_gloo = true),
+        ("SYMM_ORDER", "tree", |c| c.order = SumOrder::Tree),
+        ("SYMM_CTA_POLICY", "zero", |c| c.ctas.policy = CtaPolicy::Zero),
+        ("SYMM_MAX_CTAS", "16", |c| c.ctas.most = Some(16)),
+        ("SYMM_VLLM", "unfused", |c| c.vllm = "unfused".into()),
+        ("SYMM_SGLANG", "1", |c| c.sglang = true),
+        ("TMPDIR", "/scratch", |c| c.temporary = "/scratch".into()),
+    ];
+    for (name, value, change) in settings {
+        let (mut expected, _) = parse(&[]);
+        change(&mut expected);
+        assert_eq!(parse(&[(name, value)]), (expected, 0), "{name}");
+    }
     assert_eq!(parse(&[("SYMM_COST_PROFILE", "0")]).0.profile, ProfileChoice::Off);
     for (words, expected) in [
         ("", (false, 0)),

@@ -14,14 +14,19 @@ use std::time::Duration;
 
 /// Makes the control blocks of a group of `n` ranks, all in this process.
 pub(crate) fn controls(n: u32) -> Vec<ControlBlock> {
-    let bytes = SegmentLayout::new(n as usize).total_bytes();
+    controls_of(&vec![std::process::id(); n as usize])
+}
+
+/// Makes the control blocks of a group whose ranks are the processes `pids`.
+fn controls_of(pids: &[u32]) -> Vec<ControlBlock> {
+    let bytes = SegmentLayout::new(pids.len()).total_bytes();
     let file = ShmSegment::create(bytes).expect("memfd");
     let control = |rank| {
         let segment = ShmSegment::map(file.try_clone().expect("dup"), bytes).expect("map");
-        let members = (0..n).map(|global| Identity { pid: std::process::id(), global }).collect();
+        let members = (0..).zip(pids).map(|(global, &pid)| Identity { pid, global }).collect();
         ControlBlock::new(segment, Rank(rank), "test".into(), members, 1)
     };
-    (0..n).map(control).collect()
+    (0..pids.len() as u32).map(control).collect()
 }
 
 /// Returns how often the bell of `rank` was rung.
@@ -31,14 +36,7 @@ pub(crate) fn rung(control: &ControlBlock, rank: Rank) -> u32 {
 
 /// Makes the control block of rank 0 in a group whose other ranks are the processes `pids`.
 fn control(pids: &[u32]) -> ControlBlock {
-    let members: Vec<Identity> = std::iter::once(std::process::id())
-        .chain(pids.iter().copied())
-        .zip(0..)
-        .map(|(pid, global)| Identity { pid, global })
-        .collect();
-    let bytes = SegmentLayout::new(members.len()).total_bytes();
-    let segment = ShmSegment::map(ShmSegment::create(bytes).expect("memfd"), bytes).expect("map");
-    ControlBlock::new(segment, Rank(0), "test".into(), members, 1)
+    controls_of(&[&[std::process::id()], pids].concat()).swap_remove(0)
 }
 
 fn stands(control: &ControlBlock, rank: u32, doing: CurrentCall) {

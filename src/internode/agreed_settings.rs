@@ -217,19 +217,22 @@ mod tests {
     use crate::error::ErrorKind;
     use crate::node_map::RankLocation;
 
-    #[test]
-    fn trees_need_nodes_with_one_power_of_two_of_consecutive_ranks() {
-        let (group, global_ranks) = ("g".to_owned(), Vec::new());
-        let rank = JoinOptions {
-            group,
+    fn options(size: i32) -> JoinOptions {
+        JoinOptions {
+            group: "g".to_owned(),
             rank: 0,
-            size: 6,
-            global_ranks,
+            size,
+            global_ranks: Vec::new(),
             is_default: false,
             timeout: None,
             order: SumOrder::Rank,
             ctas: CtaOptions::default(),
-        };
+        }
+    }
+
+    #[test]
+    fn trees_need_nodes_with_one_power_of_two_of_consecutive_ranks() {
+        let rank = options(6);
         let tree = JoinOptions { order: SumOrder::Tree, ..rank.clone() };
         let map = |names: &str| {
             NodeMap::of(
@@ -277,17 +280,7 @@ mod tests {
 
     #[test]
     fn thresholds_are_tried_out_until_that_ends() {
-        let (group, global_ranks) = ("g".to_owned(), Vec::new());
-        let options = JoinOptions {
-            group,
-            rank: 0,
-            size: 2,
-            global_ranks,
-            is_default: false,
-            timeout: None,
-            order: SumOrder::Rank,
-            ctas: CtaOptions::default(),
-        };
+        let options = options(2);
         let tried = RailThresholds { multi_rail_bytes: 7, ..RailThresholds::DEFAULT };
         set_trial_thresholds(Some(tried)).expect("possible");
         assert_eq!(

@@ -106,23 +106,11 @@ impl CallHeader {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::coll::call::{Collective, Span};
-    use crate::dtype::{DType, ReduceOp};
+    use crate::coll::cuda::agreement::launch_log::tests::sum;
     use crate::node_map::RankLocation;
 
     fn header(bytes: usize, sequence: u64) -> CallHeader {
-        let span = Span { addr: 0, bytes };
-        let call = CallSpec {
-            op: Collective::AllReduce,
-            dtype: DType::F32,
-            reduce_op: ReduceOp::Sum,
-            root: Rank(0),
-            factor: 1.0,
-            inputs: vec![span].into(),
-            outputs: vec![span].into(),
-            call_site: None,
-        };
-        CallHeader::of(&call, sequence)
+        CallHeader::of(&sum(bytes), sequence)
     }
 
     #[test]
@@ -131,35 +119,19 @@ mod tests {
         let shown =
             |headers: [CallHeader; 3]| headers.map(|header| header.to_bytes(Some(4))).concat();
         let ranks = [0, 1, 2].map(Rank);
-        assert_eq!(
-            CallHeader::agree(&shown([header(8, 3); 3]), CallHeader::BYTES, &ranks, &layout, "g"),
-            Ok(Some(4))
-        );
-        let error = CallHeader::agree(
-            &shown([header(8, 3), header(8, 3), header(16, 3)]),
-            CallHeader::BYTES,
-            &ranks,
-            &layout,
-            "g",
-        )
-        .expect_err("differs");
+        let agree =
+            |shown: &[u8]| CallHeader::agree(shown, CallHeader::BYTES, &ranks, &layout, "g");
+        let usual = header(8, 3);
+        assert_eq!(agree(&shown([usual; 3])), Ok(Some(4)));
+        let error = agree(&shown([usual, usual, header(16, 3)])).expect_err("differs");
         assert_eq!(
             error.message,
             "ranks of group \"g\" do not agree: rank 0 (node \"a\", pid 7) called all_reduce(2 × \
              float32, 8 bytes, SUM) as #3, \
              rank 2 (node \"b\", pid 7) called all_reduce(4 × float32, 16 bytes, SUM) as #3"
         );
-        let uneven = [Some(4), None, Some(4)].map(|even| header(8, 3).to_bytes(even)).concat();
-        assert_eq!(CallHeader::agree(&uneven, CallHeader::BYTES, &ranks, &layout, "g"), Ok(None));
-        assert!(
-            CallHeader::agree(
-                &shown([header(8, 3), header(8, 4), header(8, 4)]),
-                CallHeader::BYTES,
-                &ranks,
-                &layout,
-                "g"
-            )
-            .is_err()
-        );
+        let uneven = [Some(4), None, Some(4)].map(|even| usual.to_bytes(even)).concat();
+        assert_eq!(agree(&uneven), Ok(None));
+        assert!(agree(&shown([usual, header(8, 4), header(8, 4)])).is_err());
     }
 }

@@ -373,19 +373,14 @@ fn write_head(side: &RingSide<'_>, place: u64, frame: Frame) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::control::Identity;
+    use crate::control::tests::controls;
     use crate::mem::layout::SegmentLayout;
-    use crate::mem::shm::ShmSegment;
 
     const PEER: Rank = Rank(1);
 
     /// Returns the link of rank 0 with `PEER`, and its control block.
     fn connected() -> (Arc<ControlBlock>, RingLink) {
-        let bytes = SegmentLayout::new(2).total_bytes();
-        let segment =
-            ShmSegment::map(ShmSegment::create(bytes).expect("memfd"), bytes).expect("map");
-        let members = (0..2).map(|global| Identity { pid: std::process::id(), global }).collect();
-        let control = Arc::new(ControlBlock::new(segment, Rank(0), "test".into(), members, 0));
+        let control = Arc::new(controls(2).swap_remove(0));
         (Arc::clone(&control), RingLink::new(control, PEER))
     }
 
@@ -411,10 +406,7 @@ mod tests {
             }
             ring.ring.publish(tail);
             let error = connection.receive(|_, _| Ok(())).expect_err("it makes no sense");
-            assert!(
-                error.kind == ErrorKind::Internal && error.message.contains("rank 1"),
-                "{error}"
-            );
+            error.assert_says(ErrorKind::Internal, &["rank 1"]);
         }
         let (control, mut connection) = connected();
         let ring = side(&control, PEER, Rank(0));

@@ -374,16 +374,12 @@ mod tests {
     #[test]
     fn a_living_process_is_not_replaced_and_an_ended_one_is() {
         let (store, host) = (MemoryStore::new(), NodeId::own().expect("/proc"));
-        let claim = |pid: u32, start_time: &str| {
+        let claim = |pid: u32, start_time: u64| {
             let text = format!("{} {} {pid} {start_time}", host.boot, host.pid);
             store.set("m/process/0", text.as_bytes()).expect("set");
         };
         let mut child = std::process::Command::new("sleep").arg("60").spawn().expect("sleep");
-        let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).expect("stat");
-        let start_time = stat
-            .rsplit_once(')')
-            .and_then(|(_, rest)| rest.split_ascii_whitespace().nth(19))
-            .expect("field 22");
+        let start_time = process::tests::identity(child.id()).start_time;
         claim(child.id(), start_time);
         let error = meeting(&store, 0, 1, SHORT).assemble().expect_err("claimed");
         let text = format!(

@@ -163,7 +163,7 @@ mod tests {
         assert_eq!(worker.get("a", None).expect("there"), "1");
         let error =
             worker.wait(&["b"], Some(Duration::from_millis(20))).expect_err("nobody sets it");
-        assert!(error.kind == ErrorKind::Timeout && error.message.contains("\"b\""), "{error}");
+        error.assert_says(ErrorKind::Timeout, &["\"b\""]);
     }
 
     #[test]

@@ -316,23 +316,12 @@ impl PeerHeaps {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::control::Identity;
-    use crate::mem::layout::SegmentLayout;
-    use crate::mem::shm::ShmSegment;
+    use crate::control::tests::controls;
     use crate::symm_mem::tests::host::{Host, PAGE, read, write};
     use std::cell::Cell;
     use std::sync::{Condvar, Mutex};
 
     const N: usize = 4;
-
-    fn control(file: &rustix::fd::OwnedFd, rank: usize) -> ControlBlock {
-        let segment =
-            ShmSegment::map(file.try_clone().expect("dup"), SegmentLayout::new(N).total_bytes())
-                .expect("map");
-        let members =
-            (0..N as u32).map(|global| Identity { pid: std::process::id(), global }).collect();
-        ControlBlock::new(segment, Rank(rank as u32), "test".into(), members, 1)
-    }
 
     fn limit() -> CallTimeout {
         CallTimeout::from(Instant::now(), Duration::from_secs(60))
@@ -367,11 +356,10 @@ mod tests {
     /// Runs `body` on ranks that are threads, each with its own heap, and with a step for all of
     /// them.
     fn with_ranks(body: impl Fn(&ControlBlock, usize, &Arc<Heap>, &StepFn<'_>) + Sync) {
-        let file = ShmSegment::create(SegmentLayout::new(N).total_bytes()).expect("memfd");
-        let table = Table::default();
+        let (controls, table) = (controls(N as u32), Table::default());
         std::thread::scope(|scope| {
-            for rank in 0..N {
-                let (file, table, body) = (&file, &table, &body);
+            for (rank, control) in controls.iter().enumerate() {
+                let (table, body) = (&table, &body);
                 scope.spawn(move || {
                     let heap = Heap::new(Arc::new(Host::new(16))).expect("made");
                     let number = Cell::new(0);
@@ -380,7 +368,7 @@ mod tests {
                         assert_eq!(own.len(), bytes);
                         Ok(table.step(rank, number.replace(number.get() + 1), own))
                     };
-                    body(&control(file, rank), rank, &heap, &step);
+                    body(control, rank, &heap, &step);
                 });
             }
         });
@@ -392,14 +380,23 @@ mod tests {
         messages.iter().map(|bytes| bytes[..].try_into().ok().map(HeapAddress::decode)).collect()
     }
 
+    /// Links `heap` with the heaps at `addresses`; all ranks agree on the outcome.
+    fn linked(
+        control: &ControlBlock,
+        step: &StepFn<'_>,
+        heap: Option<&Arc<Heap>>,
+        addresses: &[Option<HeapAddress>],
+        limit: &CallTimeout,
+    ) -> std::result::Result<PeerHeaps, String> {
+        let failed: FailureCheck = Arc::new(|| false);
+        PeerHeaps::link(control, step, heap, addresses, &failed, limit).expect("agreed")
+    }
+
     #[test]
     fn what_a_rank_allocates_all_others_reach() {
         with_ranks(|control, me, heap, step| {
             let addresses = reported(heap, step);
-            let failed: FailureCheck = Arc::new(|| false);
-            let heaps = PeerHeaps::link(control, step, Some(heap), &addresses, &failed, &limit())
-                .expect("agreed")
-                .expect("linked");
+            let heaps = linked(control, step, Some(heap), &addresses, &limit()).expect("linked");
             let spans = |addr: u64| vec![Span { addr: addr as usize, bytes: PAGE }];
             assert!(!heaps.holds_any(spans(heap.base()).iter()), "nothing is allocated");
             // Each rank's tensor has a different offset.
@@ -427,15 +424,12 @@ mod tests {
     fn groups_come_and_go_in_any_order() {
         with_ranks(|control, me, heap, step| {
             let addresses = reported(heap, step);
-            let failed: FailureCheck = Arc::new(|| false);
             heap.allocate(PAGE).expect("room");
             let mut before = None;
             let begun = Instant::now();
             for round in 0..20 {
                 let heaps =
-                    PeerHeaps::link(control, step, Some(heap), &addresses, &failed, &limit())
-                        .expect("agreed")
-                        .expect("linked");
+                    linked(control, step, Some(heap), &addresses, &limit()).expect("linked");
                 assert!(
                     heaps.reachable(Span { addr: heap.base() as usize, bytes: PAGE }),
                     "round {round}"
@@ -460,12 +454,9 @@ mod tests {
         with_ranks(|control, me, heap, step| {
             let mut addresses = reported(heap, step);
             addresses[2] = None;
-            let failed: FailureCheck = Arc::new(|| false);
             let own = (me != 2).then_some(heap);
-            let reason = PeerHeaps::link(control, step, own, &addresses, &failed, &limit())
-                .expect("agreed")
-                .err()
-                .expect("not linked");
+            let reason =
+                linked(control, step, own, &addresses, &limit()).err().expect("not linked");
             assert!(reason.contains("rank 2"), "{reason}");
         });
     }
@@ -482,12 +473,9 @@ mod tests {
             if let Some(address) = &mut addresses[last] {
                 address.listener = [7; 16];
             }
-            let failed: FailureCheck = Arc::new(|| false);
             let begun = Instant::now();
             let limit = CallTimeout::from(begun, Duration::from_millis(800));
-            let linked = PeerHeaps::link(control, step, Some(heap), &addresses, &failed, &limit)
-                .expect("agreed");
-            let Err(reason) = linked else {
+            let Err(reason) = linked(control, step, Some(heap), &addresses, &limit) else {
                 panic!("rank {me} is linked with a rank that cannot be found")
             };
             assert!(

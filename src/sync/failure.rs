@@ -120,10 +120,7 @@ mod tests {
         assert_eq!(failure.read(Rank(1)), Some(Error::aborted("rank 1 aborted")));
         assert_eq!(failure.read(Rank(0)), Some(Error::peer("rank 1 aborted")));
         assert!(failure.stands());
-    }
-
-    #[test]
-    fn only_an_abort_reads_differently_for_others() {
+        // Only an abort reads differently for others.
         let failure: FirstFailure = FirstFailure::blank(AtomicU32::new, AtomicU8::new);
         failure.record(Rank(1), &Error::timeout("too late"));
         for reader in [Rank(0), Rank(1)] {

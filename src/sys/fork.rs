@@ -254,25 +254,37 @@ impl<T> Drop for ProcessOwned<T> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use std::sync::Mutex;
 
     static COUNTER: PerProcess<Mutex<u32>> = PerProcess::new(|| Mutex::new(0));
 
-    /// Returns the result of `seen` in a forked child. In the child, `seen` may allocate (glibc
-    /// repairs malloc), but must not take a lock that the parent held.
-    fn in_a_child(seen: impl Fn() -> bool) -> bool {
-        // SAFETY: the child calls `seen` and `_exit`.
+    /// Runs `body` in a forked child and returns its process id. The child exits with code 0 if
+    /// `body` returns true. `body` may allocate (glibc repairs malloc in a child), but must not
+    /// take a lock that the parent held.
+    pub(crate) fn forked(body: impl FnOnce() -> bool) -> i32 {
+        // SAFETY: the child calls `body` and `_exit`.
         let child = unsafe { libc::fork() };
         if child == 0 {
+            let body = std::panic::AssertUnwindSafe(body);
+            let passed = std::panic::catch_unwind(body).unwrap_or(false);
             // SAFETY: `_exit` takes any code.
-            unsafe { libc::_exit(i32::from(!seen())) };
+            unsafe { libc::_exit(i32::from(!passed)) };
         }
+        child
+    }
+
+    /// Waits until `child` has ended, and returns its status.
+    pub(crate) fn status_of(child: i32) -> i32 {
         let mut status = 0;
-        // SAFETY: `status` is valid for a write; `child` is our own.
+        // SAFETY: `status` is valid for a write; `child` is a child of this process.
         assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
-        status == 0
+        status
+    }
+
+    fn in_a_child(seen: impl Fn() -> bool) -> bool {
+        status_of(forked(seen)) == 0
     }
 
     #[test]

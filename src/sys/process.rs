@@ -276,8 +276,14 @@ pub fn raise_descriptor_limit(wanted: u64) {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
+
+    /// Returns the identity of the living process `pid`.
+    pub(crate) fn identity(pid: u32) -> ProcessId {
+        let stat = Stat::read(pid).expect("readable").expect("it lives");
+        ProcessId { pid, start_time: stat.start_time }
+    }
 
     #[test]
     fn a_stat_line_is_read_past_any_name() {
@@ -312,8 +318,7 @@ mod tests {
     #[test]
     fn descriptors_of_one_process_are_shared_and_ends_are_told() {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().expect("sleep runs");
-        let stat = Stat::read(child.id()).expect("readable").expect("it lives");
-        let process = ProcessId { pid: child.id(), start_time: stat.start_time };
+        let process = identity(child.id());
         let fd = open(process).expect("opens").expect("lives");
         assert!(Arc::ptr_eq(&fd, &open(process).expect("opens").expect("lives")));
         let other = ProcessId { start_time: process.start_time + 1, ..process };

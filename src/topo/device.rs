@@ -158,10 +158,6 @@ mod tests {
             "0000:3b:00.",
             "0000:3b:00.00",
             "0:1:2:3",
-        ] {
-            assert_eq!(PciAddress::parse(text), None, "{text}");
-        }
-        for text in [
             "+000:3b:00.0",
             "0000:100:00.0",
             "100000000:3b:00.0",

@@ -70,17 +70,6 @@ impl<T: Copy + PartialEq + std::fmt::Display> Square<T> {
 mod tests {
     use super::*;
 
-    fn refused(rows: &[Vec<u32>]) -> String {
-        Square::new(rows).expect_err("the rows are not symmetric").message
-    }
-
-    #[test]
-    fn rows_that_are_no_symmetric_square_are_refused() {
-        assert_eq!(refused(&[vec![0, 1], vec![1]]), "row 1 has 1 entries, but there are 2 rows");
-        assert_eq!(refused(&[vec![]]), "row 0 has 0 entries, but there are 1 rows");
-        assert_eq!(refused(&[vec![0, 1], vec![2, 0]]), "[0][1] is 1, but [1][0] is 2");
-    }
-
     #[test]
     fn rows_come_back() {
         let rows = [vec![1, 2, 3], vec![2, 4, 5], vec![3, 5, 6]];

@@ -117,8 +117,7 @@ fn a_file_may_describe_gpus_that_are_not_there() {
 #[test]
 fn a_faulty_file_is_an_error_even_with_nvml() {
     let error = injected(r#"{"gpus": 2}"#, Ok(&readings())).expect_err("no links");
-    assert_eq!(error.kind, ErrorKind::Config);
-    assert!(error.message.contains("missing field `links`"), "{error}");
+    error.assert_says(ErrorKind::Config, &["missing field `links`"]);
 }
 
 #[test]

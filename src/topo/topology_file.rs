@@ -126,6 +126,10 @@ mod tests {
                 "links: row 1 has 1 entries, but there are 2 rows",
             ),
             (
+                r#"{"gpus": 1, "links": [[]], "p2p": true}"#,
+                "links: row 0 has 0 entries, but there are 1 rows",
+            ),
+            (
                 r#"{"gpus": 2, "links": [[0, 1], [2, 0]], "p2p": true}"#,
                 "links: [0][1] is 1, but [1][0] is 2",
             ),
@@ -159,35 +163,21 @@ mod tests {
     fn the_file_is_named() {
         let folder = tempfile::tempdir().expect("a folder");
         let file = folder.path().join("topology.json");
-        let error = TopologyFile::load(&file).expect_err("it is not there");
-        assert_eq!(error.kind, ErrorKind::Config);
-        assert!(
-            error.message.starts_with(&format!("topology file {}: ", file.display())),
-            "{error}"
-        );
-        std::fs::write(&file, "[]").expect("it can be written");
-        assert!(
-            TopologyFile::load(&file)
-                .expect_err("it is no topology")
-                .message
-                .contains("topology.json")
-        );
+        let refused = |path: &Path, why: &str| {
+            let error = TopologyFile::load(path).expect_err(why);
+            let name = format!("topology file {}: ", path.display());
+            assert_eq!(error.kind, ErrorKind::Config);
+            assert!(error.message.starts_with(&name) && error.message.ends_with(why), "{error}");
+        };
+        refused(&file, "");
+        for (text, why) in [("[]", ""), (&" ".repeat(3 << 20), "it is longer than 1048576 bytes")] {
+            std::fs::write(&file, text).expect("it can be written");
+            refused(&file, why);
+        }
+        refused(folder.path(), "it is not a regular file");
         std::fs::write(&file, r#"{"gpus": 1, "links": [[0]], "p2p": false}"#)
             .expect("it can be written");
         assert_eq!(TopologyFile::load(&file).map(|injected| injected.mesh.size()), Ok(1));
-        std::fs::write(&file, vec![b' '; 3 << 20]).expect("it can be written");
-        assert!(
-            TopologyFile::load(&file)
-                .expect_err("it is too long")
-                .message
-                .ends_with("it is longer than 1048576 bytes")
-        );
-        assert!(
-            TopologyFile::load(folder.path())
-                .expect_err("a folder")
-                .message
-                .ends_with("it is not a regular file")
-        );
     }
 
     proptest! {

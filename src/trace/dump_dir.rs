@@ -129,8 +129,7 @@ mod tests {
         std::fs::write(&file, "").expect("made");
         for bad in [&link, &file] {
             let error = keep_in(bad, "trace-1-rank0.json", b"x").expect_err("refused");
-            assert_eq!(error.kind, ErrorKind::Config);
-            assert!(error.message.contains("symbolic link or no folder"), "{error}");
+            error.assert_says(ErrorKind::Config, &["symbolic link or no folder"]);
         }
         std::fs::set_permissions(&real, std::fs::Permissions::from_mode(0o777)).expect("set");
         let error = keep_in(&real, "trace-1-rank0.json", b"x").expect_err("refused");

@@ -25,16 +25,9 @@ fn control(name: &str) -> Arc<ControlBlock> {
 fn call(op: Collective, bytes: usize) -> Call<'static> {
     let span = vec![Span { addr: 0, bytes }];
     let (dtype, reduce_op, root) = (DType::F32, ReduceOp::Max, Rank(2));
-    Call::inner(CallSpec {
-        op,
-        dtype,
-        reduce_op,
-        root,
-        factor: 1.0,
-        inputs: span.clone().into(),
-        outputs: span.into(),
-        call_site: None,
-    })
+    let (inputs, outputs) = (span.clone().into(), span.into());
+    let spec = CallSpec { op, dtype, reduce_op, root, inputs, outputs, ..CallSpec::barrier(None) };
+    Call::inner(spec)
 }
 
 fn rendered(journal: &FlightRecorder) -> Value {

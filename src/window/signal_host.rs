@@ -204,11 +204,8 @@ impl Words for SlotWords<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::control::Identity;
     use crate::control::tests::{controls, rung};
     use crate::error::ErrorKind;
-    use crate::mem::layout::SegmentLayout;
-    use crate::mem::shm::ShmSegment;
     use std::sync::atomic::AtomicU64;
 
     const BYTES: usize = 256;
@@ -216,25 +213,16 @@ mod tests {
 
     /// Runs `body` on ranks that are threads of this process.
     fn with_ranks(n: u32, body: impl Fn(SignalPads<'_>, Rank) + Sync) -> Vec<Vec<u32>> {
-        let file = ShmSegment::create(SegmentLayout::new(n as usize).total_bytes()).expect("memfd");
+        let controls = controls(n);
         let memory: Vec<Vec<AtomicU32>> =
             (0..n).map(|_| (0..BYTES / 4).map(|_| AtomicU32::new(0)).collect()).collect();
         let pads: Vec<u64> = memory.iter().map(|pad| pad.as_ptr() as u64).collect();
         std::thread::scope(|scope| {
-            for rank in (0..n).map(Rank) {
-                let (file, pads, body) = (&file, &pads, &body);
-                scope.spawn(move || {
-                    let segment = ShmSegment::map(
-                        file.try_clone().expect("dup"),
-                        SegmentLayout::new(n as usize).total_bytes(),
-                    )
-                    .expect("map");
-                    let members =
-                        (0..n).map(|global| Identity { pid: std::process::id(), global }).collect();
-                    let control = ControlBlock::new(segment, rank, "test".into(), members, 64);
-                    // SAFETY: the words live longer than the threads and are atomics.
-                    body(unsafe { SignalPads::new(&control, pads, BYTES) }, rank);
-                });
+            for control in &controls {
+                let (pads, body) = (&pads, &body);
+                // SAFETY: the words live longer than the threads and are atomics.
+                let pads = unsafe { SignalPads::new(control, pads, BYTES) };
+                scope.spawn(move || body(pads, control.rank()));
             }
         });
         memory
@@ -285,18 +273,10 @@ mod tests {
             if me.0 == 0 {
                 let error =
                     pads.wait(Rank(1), 3, Duration::from_millis(30)).expect_err("nobody sets it");
-                assert_eq!(error.kind, ErrorKind::Timeout);
-                assert!(
-                    error.message.contains("rank 1")
-                        && error.message.contains("wait_signal on channel 3"),
-                    "{error}"
-                );
+                error.assert_says(ErrorKind::Timeout, &["rank 1", "wait_signal on channel 3"]);
                 pads.put(Rank(1), 3, LONG).expect("clear");
                 let error = pads.put(Rank(1), 3, Duration::from_millis(30)).expect_err("still set");
-                assert!(
-                    error.kind == ErrorKind::Timeout && error.message.contains("put_signal"),
-                    "{error}"
-                );
+                error.assert_says(ErrorKind::Timeout, &["put_signal"]);
                 assert_eq!(pads.control.failure(), None);
             }
             pads.barrier(0, LONG).expect("works on");
@@ -349,10 +329,7 @@ mod tests {
             zero.put(Rank(1), 3, LONG).expect("clear");
             let error =
                 zero.barrier(3, Duration::from_millis(30)).expect_err("rank 1 takes nothing");
-            assert!(
-                error.kind == ErrorKind::Timeout && error.message.contains("for rank 1 ("),
-                "{error}"
-            );
+            error.assert_says(ErrorKind::Timeout, &["for rank 1 ("]);
             assert!(error.message.contains("a barrier on channel 3"), "{error}");
         });
     }
@@ -386,10 +363,7 @@ mod tests {
         assert_eq!(SignalPads::slot(7, 64, 2), Ok(7));
         for channel in [-1, 8] {
             let error = SignalPads::slot(channel, 64, 2).expect_err("no such channel");
-            assert!(
-                error.kind == ErrorKind::Value && error.message.contains("has 8 for 2 ranks"),
-                "{error}"
-            );
+            error.assert_says(ErrorKind::Value, &["has 8 for 2 ranks"]);
         }
     }
 }

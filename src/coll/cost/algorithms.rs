@@ -132,15 +132,15 @@ fn longest(op: Collective, bytes: f64, ranks: usize) -> usize {
 mod tests {
     use super::*;
 
+    fn of(device: DeviceKind, ranks: usize) -> Algorithms {
+        let (cpu, cuda) = (CpuThresholds::default(), cuda::plan::CudaThresholds::of(ranks));
+        let workspace = if device == DeviceKind::Cpu { 0 } else { 256 << 20 };
+        Algorithms::of(device, ranks, workspace, cpu, cuda)
+    }
+
     #[test]
     fn names_are_those_of_the_plans() {
-        let cpu = Algorithms::of(
-            DeviceKind::Cpu,
-            4,
-            0,
-            CpuThresholds::default(),
-            cuda::plan::CudaThresholds::of(4),
-        );
+        let cpu = of(DeviceKind::Cpu, 4);
         for (op, bytes, expected) in [
             (Collective::AllReduce, 4096.0, "inline"),
             (Collective::AllReduce, 1e6, "staged"),
@@ -151,51 +151,26 @@ mod tests {
         ] {
             assert_eq!(cpu.name(op, bytes, 4), expected, "{op:?} {bytes}");
         }
-        let tuning = cuda::plan::CudaThresholds::of(8);
-        let cuda = Algorithms::of(DeviceKind::Cuda, 8, 256 << 20, CpuThresholds::default(), tuning);
+        let cuda = of(DeviceKind::Cuda, 8);
         let name = |bytes: usize| cuda.name(Collective::AllReduce, bytes as f64, 8);
         assert_eq!([1 << 10, 1 << 20, 64 << 20].map(name), ["one_shot", "two_shot", "rsag_staged"]);
         assert_eq!(cuda.name(Collective::AllToAll, 1e3, 8), "exchange_mixed");
-        let many = Algorithms::of(
-            DeviceKind::Cuda,
-            32,
-            256 << 20,
-            CpuThresholds::default(),
-            cuda::plan::CudaThresholds::of(32),
-        );
-        assert_eq!(many.name(Collective::AllReduce, 1e3, 32), "ring");
+        assert_eq!(of(DeviceKind::Cuda, 32).name(Collective::AllReduce, 1e3, 32), "ring");
     }
 
     #[test]
     fn estimates_follow_bytes_and_trips() {
         let link = LinkCost { gb_per_s: 370.0, us: 0.6 };
-        let cuda = Algorithms::of(
-            DeviceKind::Cuda,
-            4,
-            256 << 20,
-            CpuThresholds::default(),
-            cuda::plan::CudaThresholds::of(4),
-        );
-        assert_eq!(
-            cuda.estimate(Collective::AllReduce, 0.0, 4, link),
-            2.0 + 2.0 * 0.6,
-            "nothing is two stages of nothing"
-        );
-        assert_eq!(
-            cuda.estimate(Collective::AllReduce, 1024.0, 4, link),
-            2.0 + 0.6 + 3.0 * 1024.0 / 370e3
-        );
-        assert_eq!(
-            cuda.estimate(Collective::AllReduce, 64e6, 4, link),
-            2.0 + 1.2 + 1.5 * 64e6 / 370e3
-        );
-        assert_eq!(
-            cuda.estimate(Collective::AllGather, 64e6, 4, link),
-            2.0 + 0.6 + 0.75 * 64e6 / 370e3
-        );
-        assert_eq!(
-            Algorithms::Foreign.estimate(Collective::AllReduce, 0.0, 4, link),
-            6.6 + 6.0 * 0.6
-        );
+        for (op, bytes, us) in [
+            // Nothing is two stages of nothing.
+            (Collective::AllReduce, 0.0, 2.0 + 2.0 * 0.6),
+            (Collective::AllReduce, 1024.0, 2.0 + 0.6 + 3.0 * 1024.0 / 370e3),
+            (Collective::AllReduce, 64e6, 2.0 + 1.2 + 1.5 * 64e6 / 370e3),
+            (Collective::AllGather, 64e6, 2.0 + 0.6 + 0.75 * 64e6 / 370e3),
+        ] {
+            assert_eq!(of(DeviceKind::Cuda, 4).estimate(op, bytes, 4, link), us, "{op:?} {bytes}");
+        }
+        let foreign = Algorithms::Foreign.estimate(Collective::AllReduce, 0.0, 4, link);
+        assert_eq!(foreign, 6.6 + 6.0 * 0.6);
     }
 }

@@ -109,15 +109,10 @@ mod tests {
     }
 
     #[test]
-    fn a_single_point_is_a_time() {
-        let curve = curve(&[(1000, 5.0)]);
-        assert_eq!([curve.at(0.0), curve.at(1000.0), curve.at(1e9)], [5.0; 3]);
-    }
-
-    #[test]
-    fn a_time_that_falls_does_not_fall_below_the_last() {
-        let curve = curve(&[(1000, 9.0), (2000, 7.0)]);
-        assert_eq!((curve.at(1500.0), curve.at(1e6)), (8.0, 7.0));
+    fn a_single_point_is_a_time_and_times_do_not_fall_below_the_last() {
+        assert_eq!([0.0, 1000.0, 1e9].map(|bytes| curve(&[(1000, 5.0)]).at(bytes)), [5.0; 3]);
+        let falling = curve(&[(1000, 9.0), (2000, 7.0)]);
+        assert_eq!((falling.at(1500.0), falling.at(1e6)), (8.0, 7.0));
     }
 
     #[test]

@@ -45,9 +45,19 @@ fn profile() -> (Profile, PathBuf) {
     )
 }
 
+/// The model of `mesh` by the profile.
+fn measured(mesh: &Mesh) -> Model {
+    Model::of_profile(mesh, None, profile()).expect("made")
+}
+
+/// The model of `mesh` by its links.
+fn links(mesh: &Mesh) -> Model {
+    Model::links(mesh, None).expect("made")
+}
+
 #[test]
 fn a_measured_point_is_its_own_price() {
-    let model = Model::of_profile(&mesh(&[4]), None, profile()).expect("made");
+    let model = measured(&mesh(&[4]));
     assert_eq!(model.us("all_reduce", 1024.0, 0), Ok(4.0));
     assert_eq!(model.us("all_reduce", 1048576.0, 0), Ok(70.0));
     assert_eq!(model.algorithm("all_reduce", 1024.0, 0), Ok("inline"));
@@ -65,7 +75,7 @@ fn a_measured_point_is_its_own_price() {
 
 #[test]
 fn the_step_lies_where_the_plan_changes() {
-    let model = Model::of_profile(&mesh(&[4]), None, profile()).expect("made");
+    let model = measured(&mesh(&[4]));
     let last = (1..16384)
         .rev()
         .find(|&bytes| model.algorithm("all_reduce", f64::from(bytes), 0) == Ok("inline"))
@@ -82,30 +92,27 @@ fn the_step_lies_where_the_plan_changes() {
 
 #[test]
 fn what_was_not_measured_is_estimated() {
-    let model = Model::of_profile(&mesh(&[4]), None, profile()).expect("made");
-    let links = Model::links(&mesh(&[4]), None).expect("made");
-    assert_eq!(model.us("broadcast", 1e6, 0), links.us("broadcast", 1e6, 0));
-    let split = Model::of_profile(&mesh(&[2, 2]), None, profile()).expect("made");
+    let model = measured(&mesh(&[4]));
+    let by_links = links(&mesh(&[4]));
+    assert_eq!(model.us("broadcast", 1e6, 0), by_links.us("broadcast", 1e6, 0));
+    let split = measured(&mesh(&[2, 2]));
     assert_eq!(
-        (split.basis("all_reduce", 0), links.basis("all_reduce", 0)),
+        (split.basis("all_reduce", 0), by_links.basis("all_reduce", 0)),
         (Ok(Basis::Links), Ok(Basis::Links))
     );
-    assert_eq!(
-        split.us("all_reduce", 1e6, 1),
-        Model::links(&mesh(&[2, 2]), None).expect("made").us("all_reduce", 1e6, 1)
-    );
+    assert_eq!(split.us("all_reduce", 1e6, 1), links(&mesh(&[2, 2])).us("all_reduce", 1e6, 1));
 }
 
 #[test]
 fn a_single_rank_pays_nothing_but_in_torchs_model() {
     let one = mesh(&[1]);
-    assert_eq!(Model::links(&one, None).expect("made").us("all_gather", 1e6, 0), Ok(0.0));
+    assert_eq!(links(&one).us("all_gather", 1e6, 0), Ok(0.0));
     assert_eq!(Model::torch(&one, None).expect("made").us("all_gather", 1e6, 0), Ok(6.6));
 }
 
 #[test]
 fn nodes_are_joined_by_the_network() {
-    let model = Model::links(&Mesh { per_node: 2, ..mesh(&[2, 2]) }, None).expect("made");
+    let model = links(&Mesh { per_node: 2, ..mesh(&[2, 2]) });
     let bandwidths: Vec<f64> = model.dim_links().map(|link| link.gb_per_s).collect();
     assert_eq!(
         bandwidths,
@@ -122,7 +129,7 @@ fn what_was_measured_on_one_node_prices_no_network() {
     // Four nodes of four ranks: the groups along dimension 0 have one rank on each node, and four
     // share a node's network.
     let several = Mesh { per_node: 4, ..mesh(&[4, 4]) };
-    let model = Model::of_profile(&several, None, profile()).expect("made");
+    let model = measured(&several);
     assert_eq!(
         (model.us("all_reduce", 1048576.0, 1), model.basis("all_reduce", 1)),
         (Ok(70.0), Ok(Basis::Measured))
@@ -133,8 +140,7 @@ fn what_was_measured_on_one_node_prices_no_network() {
         (Ok(wire), Ok(Basis::Links))
     );
     // One group on two nodes: the intra-node part is measured.
-    let whole =
-        Model::of_profile(&Mesh { per_node: 4, ..mesh(&[8]) }, None, profile()).expect("made");
+    let whole = measured(&Mesh { per_node: 4, ..mesh(&[8]) });
     assert_eq!(
         whole.us("all_reduce", 1048576.0, 0),
         Ok(70.0 + (6.6 + 2.0 * 135.0 + 1048576.0 / 1250.0))
@@ -150,7 +156,7 @@ fn what_was_measured_on_one_node_prices_no_network() {
 
 #[test]
 fn wrong_questions_are_refused() {
-    let model = Model::links(&mesh(&[4]), None).expect("made");
+    let model = links(&mesh(&[4]));
     for (op, bytes, dim, why) in [
         (
             "gather",

@@ -69,22 +69,15 @@ pub(super) fn threads(norm: &Norm, cluster: usize) -> usize {
 mod tests {
     use super::*;
     use crate::coll::all_reduce_norm::{MAX_HIDDEN, tests::call};
+    use crate::coll::cuda::plan::tests::conditions;
     use crate::coll::cuda::plan::{Conditions, CudaPlan, choose};
     use crate::dtype::DType;
 
     #[test]
     fn rows_that_have_room_in_the_slots_take_one_kernel() {
         for n in [1, 2, 4, 8] {
-            let (layout, tuning) =
-                (ChannelLayout::new(n, 512 << 20).expect("fits"), CudaThresholds::of(n));
-            let conditions = Conditions {
-                me: 0,
-                n,
-                layout: &layout,
-                tuning: &tuning,
-                cube_mesh: false,
-                zero_copy: false,
-            };
+            let conditions = conditions(n, CudaThresholds::of(n));
+            let (layout, tuning) = (conditions.layout, conditions.tuning);
             for dtype in [DType::BF16, DType::F32] {
                 for hidden in [8, 4096, 8192, MAX_HIDDEN] {
                     for rows in [0, 1, 3, 64, 65, 1000] {
@@ -126,16 +119,7 @@ mod tests {
                 }
             }
         }
-        let (layout, tuning) =
-            (ChannelLayout::new(2, 512 << 20).expect("fits"), CudaThresholds::of(2));
-        let conditions = Conditions {
-            me: 0,
-            n: 2,
-            layout: &layout,
-            tuning: &tuning,
-            cube_mesh: false,
-            zero_copy: false,
-        };
+        let conditions = conditions(2, CudaThresholds::of(2));
         let plan = |call: &CallSpec| choose(call, &conditions);
         let one_shot = |blocks, cluster| CudaPlan::NormOneShot { blocks, cluster };
         assert_eq!(plan(&call(DType::BF16, 1, 8192, 0.0, Normed::Same)), one_shot(8, 8));

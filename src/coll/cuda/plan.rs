@@ -424,4 +424,4 @@ fn chunk_of(bytes: usize, lanes: u32, each: usize, layout: &ChannelLayout) -> u3
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

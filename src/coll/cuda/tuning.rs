@@ -139,87 +139,47 @@ impl CudaThresholds {
     /// Length of the encoded thresholds.
     pub const BYTES: usize = 15 * 8;
 
+    /// Returns the thresholds that [`Self::overlaid`] can set, by name, in the order in which they
+    /// are encoded.
+    fn named(&mut self) -> [(&'static str, &mut usize); 13] {
+        [
+            ("one_shot_bytes", &mut self.one_shot_bytes),
+            ("two_shot_bytes", &mut self.two_shot_bytes),
+            ("zero_copy_two_shot_bytes", &mut self.zero_copy_two_shot_bytes),
+            ("zero_copy_bytes", &mut self.zero_copy_bytes),
+            ("low_latency_bytes", &mut self.low_latency_bytes),
+            ("block_units", &mut self.block_units),
+            ("blocks", &mut self.blocks),
+            ("lanes", &mut self.lanes),
+            ("threads", &mut self.threads),
+            ("overlap", &mut self.overlap),
+            ("cluster", &mut self.cluster),
+            ("copy_engine_bytes", &mut self.copy_engine_bytes),
+            ("copy_chunk_bytes", &mut self.copy_chunk_bytes),
+        ]
+    }
+
     /// Encodes the thresholds, which the other ranks compare with theirs.
     pub fn encode(&self) -> Vec<u8> {
-        let Self {
-            one_shot_bytes,
-            two_shot_bytes,
-            zero_copy_two_shot_bytes,
-            zero_copy_bytes,
-            low_latency_bytes,
-            ..
-        } = *self;
-        let Self {
-            block_units,
-            blocks,
-            lanes,
-            threads,
-            overlap,
-            cluster,
-            copy_engine_bytes,
-            copy_chunk_bytes,
-            policy,
-            ctas,
-            ..
-        } = *self;
-        let sizes = [
-            one_shot_bytes,
-            two_shot_bytes,
-            zero_copy_two_shot_bytes,
-            zero_copy_bytes,
-            low_latency_bytes,
-        ];
-        let copies = [copy_engine_bytes, copy_chunk_bytes, policy as usize, ctas];
-        let fields = sizes
-            .into_iter()
-            .chain([block_units, blocks, lanes, threads, overlap, cluster])
-            .chain(copies);
+        let mut own = *self;
+        let options = [self.policy as usize, self.ctas];
+        let fields = own.named().map(|(_, field)| *field).into_iter().chain(options);
         fields.flat_map(|field| (field as u64).to_le_bytes()).collect()
     }
 
     /// Decodes the thresholds of another rank.
     pub fn decode(bytes: &[u8]) -> Option<Self> {
-        let fields: Vec<usize> = bytes
-            .chunks_exact(8)
-            .filter_map(|word| Some(u64::from_le_bytes(word.try_into().ok()?) as usize))
-            .collect();
-        let [
-            one_shot_bytes,
-            two_shot_bytes,
-            zero_copy_two_shot_bytes,
-            zero_copy_bytes,
-            low_latency_bytes,
-            rest @ ..,
-        ] = <[usize; 15]>::try_from(fields).ok()?;
-        let [
-            block_units,
-            blocks,
-            lanes,
-            threads,
-            overlap,
-            cluster,
-            copy_engine_bytes,
-            copy_chunk_bytes,
-            policy,
-            ctas,
-        ] = rest;
-        (bytes.len() == Self::BYTES).then_some(Self {
-            one_shot_bytes,
-            two_shot_bytes,
-            zero_copy_two_shot_bytes,
-            zero_copy_bytes,
-            low_latency_bytes,
-            block_units,
-            blocks,
-            lanes,
-            threads,
-            overlap,
-            cluster,
-            copy_engine_bytes,
-            copy_chunk_bytes,
-            policy: *CtaPolicy::ALL.get(policy)?,
-            ctas,
-        })
+        let words: &[u8; Self::BYTES] = bytes.try_into().ok()?;
+        let words = words.as_chunks::<8>().0;
+        let mut fields = words.iter().map(|word| u64::from_le_bytes(*word) as usize);
+        // Every field of these defaults is replaced.
+        let mut read = Self::of(1);
+        for ((_, field), value) in read.named().into_iter().zip(&mut fields) {
+            *field = value;
+        }
+        read.policy = *CtaPolicy::ALL.get(fields.next()?)?;
+        read.ctas = fields.next()?;
+        Some(read)
     }
 
     /// Applies `text` (`"lanes=16,one_shot_bytes=65536"`) to the thresholds; fails with a message
@@ -232,22 +192,10 @@ impl CudaThresholds {
                 .trim()
                 .parse::<usize>()
                 .map_err(|_| format!("{pair:?} is not name=number"))?;
-            let field = match name.trim() {
-                "one_shot_bytes" => &mut self.one_shot_bytes,
-                "two_shot_bytes" => &mut self.two_shot_bytes,
-                "zero_copy_two_shot_bytes" => &mut self.zero_copy_two_shot_bytes,
-                "zero_copy_bytes" => &mut self.zero_copy_bytes,
-                "low_latency_bytes" => &mut self.low_latency_bytes,
-                "block_units" => &mut self.block_units,
-                "blocks" => &mut self.blocks,
-                "lanes" => &mut self.lanes,
-                "threads" => &mut self.threads,
-                "overlap" => &mut self.overlap,
-                "cluster" => &mut self.cluster,
-                "copy_engine_bytes" => &mut self.copy_engine_bytes,
-                "copy_chunk_bytes" => &mut self.copy_chunk_bytes,
-                other => return Err(format!("{other:?} is no name of a setting")),
-            };
+            let fields = self.named();
+            let known = fields.into_iter().find(|(known, _)| *known == name.trim());
+            let (_, field) =
+                known.ok_or_else(|| format!("{:?} is no name of a setting", name.trim()))?;
             *field = value;
         }
         self.blocks = self.blocks.clamp(1, SENTINEL_BLOCKS);

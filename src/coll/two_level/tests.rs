@@ -2,7 +2,7 @@
 //! definition.
 #![allow(unsafe_code, reason = "kernels on buffers of the test")]
 
-mod ranks;
+pub(crate) mod ranks;
 
 use super::levels::ReduceDtype;
 use crate::coll::call::{CallSpec, Collective, Span};
@@ -42,38 +42,134 @@ fn cases<'a>(layouts: &[&'a [u8]]) -> Vec<(Choice, &'a [u8])> {
         .collect()
 }
 
-/// The buffers of one rank: inputs and outputs.
-type Buffers = (Vec<Vec<u8>>, Vec<Vec<u8>>);
+/// The inputs or the outputs of one rank.
+pub(crate) type Buffers = Vec<Vec<u8>>;
 
-/// Runs `op` with the buffers of all ranks and fills the outputs.
-fn collective(
-    layout: &NodeMap,
-    choice: Choice,
-    op: Collective,
-    dtype: DType,
-    reduce_op: ReduceOp,
-    root: usize,
-    ranks: &mut [Buffers],
-) {
-    let spans = |buffers: &mut [Vec<u8>]| {
-        buffers.iter_mut().map(|b| Span { addr: b.as_mut_ptr().addr(), bytes: b.len() }).collect()
-    };
-    let call = |(rank, (inputs, outputs)): (usize, &mut Buffers)| CallSpec {
-        op,
-        dtype,
-        reduce_op,
-        root: Rank(root as u32),
-        factor: rank as f64 + 0.5,
-        inputs: spans(inputs),
-        outputs: spans(outputs),
-        call_site: None,
-    };
-    let calls: Vec<CallSpec> = ranks.iter_mut().enumerate().map(call).collect();
-    run_calls(layout, choice, &calls);
+pub(crate) fn spans(buffers: &mut [Vec<u8>]) -> Vec<Span> {
+    buffers.iter_mut().map(|b| Span { addr: b.as_mut_ptr().addr(), bytes: b.len() }).collect()
 }
 
-/// Returns the two-level reduction of the inputs of ranks on `nodes`.
-fn two_level(op: ReduceOp, dtype: DType, layout: &NodeMap, inputs: &[Vec<u8>]) -> Vec<u8> {
+/// Returns outputs of these lengths, which no call has written.
+pub(crate) fn blank(wanted: &[Vec<u8>]) -> Buffers {
+    wanted.iter().map(|bytes| vec![0xee; bytes.len()]).collect()
+}
+
+/// One collective: the inputs of each rank, and the outputs that it must get.
+pub(crate) struct Example {
+    pub(crate) op: Collective,
+    pub(crate) root: usize,
+    pub(crate) given: Vec<Buffers>,
+    pub(crate) wanted: Vec<Buffers>,
+}
+
+impl Example {
+    /// Runs the collective on emulated ranks, and compares their outputs.
+    fn check(
+        &self,
+        layout: &NodeMap,
+        choice: Choice,
+        (reduce_op, dtype): (ReduceOp, DType),
+        about: &str,
+    ) {
+        let (mut given, mut outputs): (Vec<Buffers>, Vec<Buffers>) =
+            (self.given.clone(), self.wanted.iter().map(|wanted| blank(wanted)).collect());
+        let call = |(rank, (inputs, outputs)): (usize, (&mut Buffers, &mut Buffers))| CallSpec {
+            op: self.op,
+            dtype,
+            reduce_op,
+            root: Rank(self.root as u32),
+            factor: rank as f64 + 0.5,
+            inputs: spans(inputs).into(),
+            outputs: spans(outputs).into(),
+            call_site: None,
+        };
+        let calls: Vec<CallSpec> =
+            given.iter_mut().zip(&mut outputs).enumerate().map(call).collect();
+        run_calls(layout, choice, &calls);
+        for (rank, (found, wanted)) in outputs.iter().zip(&self.wanted).enumerate() {
+            assert!(found == wanted, "{} of {about}, rank {rank}", self.op.name());
+        }
+    }
+}
+
+/// An all_to_all in which rank `from` sends `length(from, to)` bytes to rank `to`.
+pub(crate) fn all_to_all(n: usize, length: impl Fn(usize, usize) -> usize) -> Example {
+    let message = |from: usize, to: usize| data(from * n + to, length(from, to));
+    Example {
+        op: Collective::AllToAll,
+        root: 0,
+        given: (0..n).map(|from| (0..n).map(|to| message(from, to)).collect()).collect(),
+        wanted: (0..n).map(|to| (0..n).map(|from| message(from, to)).collect()).collect(),
+    }
+}
+
+fn reduce_scatter(
+    n: usize,
+    length: impl Fn(usize) -> usize,
+    definition: impl Fn(&[Vec<u8>]) -> Vec<u8>,
+) -> Example {
+    let parts = all_to_all(n, |_, to| length(to));
+    let wanted = parts.wanted.iter().map(|inputs| vec![definition(inputs)]).collect();
+    Example { op: Collective::ReduceScatter, wanted, ..parts }
+}
+
+/// Every reduction of `bytes` bytes of each of `n` ranks.
+pub(crate) fn reductions(
+    n: usize,
+    bytes: usize,
+    definition: impl Fn(&[Vec<u8>]) -> Vec<u8>,
+) -> [Example; 3] {
+    let all: Buffers = (0..n).map(|from| data(from, bytes)).collect();
+    let wanted = vec![definition(&all)];
+    let given: Vec<Buffers> = all.into_iter().map(|one| vec![one]).collect();
+    let mut at_root = vec![vec![]; n];
+    at_root[n - 1] = wanted.clone();
+    let everywhere = vec![wanted; n];
+    [
+        Example { op: Collective::AllReduce, root: 0, given: given.clone(), wanted: everywhere },
+        Example { op: Collective::Reduce, root: n - 1, given, wanted: at_root },
+        reduce_scatter(n, |to| bytes + 2 * to, definition),
+    ]
+}
+
+/// Every collective that only moves bytes, with `bytes` bytes or similar lengths.
+pub(crate) fn movements(n: usize, bytes: usize) -> Vec<Example> {
+    let inputs = |uneven: usize| -> Buffers {
+        (0..n).map(|from| data(from, bytes + uneven * from)).collect()
+    };
+    let one_each = |all: &[Vec<u8>]| all.iter().map(|one| vec![one.clone()]).collect();
+    let nothing = || vec![vec![]; n];
+    let mut examples = vec![
+        all_to_all(n, |from, to| bytes * (to % 2) + from),
+        Example { op: Collective::Barrier, root: 0, given: nothing(), wanted: nothing() },
+    ];
+    for all in [inputs(0), inputs(1)] {
+        let (op, given) = (Collective::AllGather, one_each(&all));
+        examples.push(Example { op, root: 0, given, wanted: vec![all; n] });
+    }
+    for root in [0, n - 1] {
+        let all = inputs(0);
+        let (mut one, mut whole) = (nothing(), nothing());
+        one[root] = vec![all[root].clone()];
+        whole[root] = all.clone();
+        let mut others = vec![one[root].clone(); n];
+        others[root].clear();
+        examples.extend([
+            Example { op: Collective::Broadcast, root, given: one, wanted: others },
+            Example { op: Collective::Gather, root, given: one_each(&all), wanted: whole.clone() },
+            Example { op: Collective::Scatter, root, given: whole, wanted: one_each(&all) },
+        ]);
+    }
+    examples
+}
+
+/// Returns the two-level reduction of the inputs of all ranks.
+pub(crate) fn two_level(
+    op: ReduceOp,
+    dtype: DType,
+    layout: &NodeMap,
+    inputs: &[Vec<u8>],
+) -> Vec<u8> {
     let n = inputs.len();
     let partial = |node: usize| {
         let ranks: Vec<usize> = layout.ranks_of(node).iter().map(|rank| rank.index()).collect();
@@ -100,48 +196,17 @@ fn two_level(op: ReduceOp, dtype: DType, layout: &NodeMap, inputs: &[Vec<u8>]) -
 fn reductions_have_the_bits_of_two_levels_at_every_length() {
     let dtype = DType::BF16;
     for (choice, nodes) in cases(&LAYOUTS) {
-        let (layout, n) = (layout(nodes), nodes.len());
+        let layout = layout(nodes);
         for op in [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::PremulSum, ReduceOp::Max] {
             // Empty, one rail, all rails, a chunk for each node.
             for bytes in [0, 2, 34, 65_536, 65_538, 1_700_002] {
                 if bytes > 1_000_000 && op != ReduceOp::Sum {
                     continue;
                 }
+                let definition = |inputs: &[Vec<u8>]| two_level(op, dtype, &layout, inputs);
                 let about = format!("{op:?} of {bytes} bytes on {nodes:?}");
-                let inputs: Vec<Vec<u8>> = (0..n).map(|from| data(from, bytes)).collect();
-                let wanted = two_level(op, dtype, &layout, &inputs);
-                let mut ranks: Vec<Buffers> = inputs
-                    .iter()
-                    .map(|input| (vec![input.clone()], vec![vec![0xee; bytes]]))
-                    .collect();
-                collective(&layout, choice, Collective::AllReduce, dtype, op, 0, &mut ranks);
-                assert!(
-                    ranks.iter().all(|(_, outputs)| outputs[0] == wanted),
-                    "all_reduce, {about}"
-                );
-                let root = n - 1;
-                let output =
-                    |rank: usize| if rank == root { vec![vec![0xee; bytes]] } else { vec![] };
-                let mut ranks: Vec<Buffers> = inputs
-                    .iter()
-                    .enumerate()
-                    .map(|(rank, input)| (vec![input.clone()], output(rank)))
-                    .collect();
-                collective(&layout, choice, Collective::Reduce, dtype, op, root, &mut ranks);
-                assert!(ranks[root].1[0] == wanted, "reduce, {about}");
-                let give = |from: usize| -> Vec<Vec<u8>> {
-                    (0..n).map(|to| data(from * n + to, bytes + 2 * to)).collect()
-                };
-                let mut ranks: Vec<Buffers> =
-                    (0..n).map(|rank| (give(rank), vec![vec![0xee; bytes + 2 * rank]])).collect();
-                collective(&layout, choice, Collective::ReduceScatter, dtype, op, 0, &mut ranks);
-                for (rank, (_, outputs)) in ranks.iter().enumerate() {
-                    let given: Vec<Vec<u8>> =
-                        (0..n).map(|from| give(from).swap_remove(rank)).collect();
-                    assert!(
-                        outputs[0] == two_level(op, dtype, &layout, &given),
-                        "reduce_scatter, {about}, rank {rank}"
-                    );
+                for example in reductions(nodes.len(), bytes, definition) {
+                    example.check(&layout, choice, (op, dtype), &about);
                 }
             }
         }
@@ -168,7 +233,7 @@ fn rounded_once(op: ReduceOp, dtype: DType, layout: &NodeMap, inputs: &[Vec<u8>]
 fn sums_of_narrow_floats_are_rounded_once_where_ranks_have_chosen_so() {
     for (choice, nodes) in cases(&[&[0, 0, 1, 1], &[0, 1], &[0, 0, 0, 1], &[0, 0, 1, 1, 1, 2]]) {
         let choice = Choice { partials: ReduceDtype::Fp32, ..choice };
-        let (layout, n) = (layout(nodes), nodes.len());
+        let layout = layout(nodes);
         let kinds = [
             (DType::BF16, ReduceOp::Sum),
             (DType::F16, ReduceOp::Avg),
@@ -176,45 +241,15 @@ fn sums_of_narrow_floats_are_rounded_once_where_ranks_have_chosen_so() {
             (DType::BF16, ReduceOp::Max),
         ];
         for (dtype, op) in kinds {
-            let definition = if op == ReduceOp::Max { two_level } else { rounded_once };
+            let once = if op == ReduceOp::Max { two_level } else { rounded_once };
+            let definition = |inputs: &[Vec<u8>]| once(op, dtype, &layout, inputs);
             // Empty, one rail, all rails, a chunk for each node.
             let longest =
                 if op == ReduceOp::Sum && layout.num_nodes() > 2 { 700_002 } else { 66_002 };
             for bytes in [0, 2, 18, longest] {
                 let about = format!("{op:?} of {bytes} bytes, {dtype:?}, on {nodes:?}");
-                let inputs: Vec<Vec<u8>> = (0..n).map(|from| data(from, bytes)).collect();
-                let wanted = definition(op, dtype, &layout, &inputs);
-                let mut ranks: Vec<Buffers> = inputs
-                    .iter()
-                    .map(|input| (vec![input.clone()], vec![vec![0xee; bytes]]))
-                    .collect();
-                collective(&layout, choice, Collective::AllReduce, dtype, op, 0, &mut ranks);
-                assert!(
-                    ranks.iter().all(|(_, outputs)| outputs[0] == wanted),
-                    "all_reduce, {about}"
-                );
-                let output =
-                    |rank: usize| if rank == n - 1 { vec![vec![0xee; bytes]] } else { vec![] };
-                let mut ranks: Vec<Buffers> = inputs
-                    .iter()
-                    .enumerate()
-                    .map(|(rank, input)| (vec![input.clone()], output(rank)))
-                    .collect();
-                collective(&layout, choice, Collective::Reduce, dtype, op, n - 1, &mut ranks);
-                assert!(ranks[n - 1].1[0] == wanted, "reduce, {about}");
-                let give = |from: usize| -> Vec<Vec<u8>> {
-                    (0..n).map(|to| data(from * n + to, bytes + 2 * to)).collect()
-                };
-                let mut ranks: Vec<Buffers> =
-                    (0..n).map(|rank| (give(rank), vec![vec![0xee; bytes + 2 * rank]])).collect();
-                collective(&layout, choice, Collective::ReduceScatter, dtype, op, 0, &mut ranks);
-                for (rank, (_, outputs)) in ranks.iter().enumerate() {
-                    let given: Vec<Vec<u8>> =
-                        (0..n).map(|from| give(from).swap_remove(rank)).collect();
-                    assert!(
-                        outputs[0] == definition(op, dtype, &layout, &given),
-                        "reduce_scatter, {about}, rank {rank}"
-                    );
+                for example in reductions(nodes.len(), bytes, definition) {
+                    example.check(&layout, choice, (op, dtype), &about);
                 }
             }
         }
@@ -224,31 +259,20 @@ fn sums_of_narrow_floats_are_rounded_once_where_ranks_have_chosen_so() {
 #[test]
 fn long_reduce_scatters_go_in_chunks() {
     // Several chunks of each rail's slice, in one type and as float32.
-    for (nodes, partials, bytes) in [
-        (&[0, 1][..], ReduceDtype::Tensor, (9 << 20) + 6),
-        (&[0, 0, 1, 1], ReduceDtype::Fp32, (9 << 20) + 6),
+    for (nodes, partials, (op, dtype)) in [
+        (&[0, 1][..], ReduceDtype::Tensor, (ReduceOp::BitXor, DType::I16)),
+        (&[0, 0, 1, 1], ReduceDtype::Fp32, (ReduceOp::Sum, DType::BF16)),
     ] {
         let (layout, n, choice) = (layout(nodes), nodes.len(), Choice { partials, ..Choice::CUDA });
-        let (dtype, op) = if partials == ReduceDtype::Fp32 {
-            (DType::BF16, ReduceOp::Sum)
-        } else {
-            (DType::I16, ReduceOp::BitXor)
-        };
+        let definition = if partials == ReduceDtype::Fp32 { rounded_once } else { two_level };
         // Inputs that are not contiguous; the last one is shorter.
-        let length = |to: usize| bytes - if to == n - 1 { 1000 } else { 0 };
-        let given: Vec<Vec<Vec<u8>>> =
-            (0..n).map(|from| (0..n).map(|to| data(from * n + to, length(to))).collect()).collect();
-        let mut ranks: Vec<Buffers> =
-            (0..n).map(|rank| (given[rank].clone(), vec![vec![0xee; length(rank)]])).collect();
-        collective(&layout, choice, Collective::ReduceScatter, dtype, op, 0, &mut ranks);
-        for (rank, (_, outputs)) in ranks.iter().enumerate() {
-            let inputs: Vec<Vec<u8>> = given.iter().map(|inputs| inputs[rank].clone()).collect();
-            let definition = if partials == ReduceDtype::Fp32 { rounded_once } else { two_level };
-            assert!(
-                outputs[0] == definition(op, dtype, &layout, &inputs),
-                "{nodes:?}, rank {rank}"
-            );
-        }
+        let length = |to: usize| (9 << 20) + 6 - if to == n - 1 { 1000 } else { 0 };
+        reduce_scatter(n, length, |inputs| definition(op, dtype, &layout, inputs)).check(
+            &layout,
+            choice,
+            (op, dtype),
+            &format!("long inputs on {nodes:?}"),
+        );
     }
 }
 
@@ -299,101 +323,34 @@ fn memory_of_reductions_does_not_grow_with_their_length() {
     }
 }
 
+const MOVED: (ReduceOp, DType) = (ReduceOp::Sum, DType::U8);
+
 #[test]
 fn movements_bring_everything_where_it_belongs() {
     for (choice, nodes) in cases(&LAYOUTS) {
         let (layout, n) = (layout(nodes), nodes.len());
-        let run = |op, root, ranks: &mut [Buffers]| {
-            collective(&layout, choice, op, DType::U8, ReduceOp::Sum, root, ranks)
-        };
         for bytes in [0, 1, 16, 999, 70_001] {
-            let about = |op: Collective| format!("{} of {bytes} bytes on {nodes:?}", op.name());
-            for uneven in [0, 1] {
-                let all: Vec<Vec<u8>> =
-                    (0..n).map(|from| data(from, bytes + uneven * from)).collect();
-                let blank: Vec<Vec<u8>> = all.iter().map(|one| vec![0xee; one.len()]).collect();
-                let mut ranks: Vec<Buffers> =
-                    all.iter().map(|one| (vec![one.clone()], blank.clone())).collect();
-                run(Collective::AllGather, 0, &mut ranks);
-                assert!(
-                    ranks.iter().all(|(_, outputs)| *outputs == all),
-                    "{}",
-                    about(Collective::AllGather)
-                );
+            for example in movements(n, bytes) {
+                example.check(&layout, choice, MOVED, &format!("{bytes} bytes on {nodes:?}"));
             }
             // Outputs that are contiguous.
-            let mut whole: Vec<(Vec<u8>, Vec<u8>)> =
-                (0..n).map(|from| (data(from, bytes), vec![0xee; n * bytes])).collect();
-            let call = |(input, output): &mut (Vec<u8>, Vec<u8>)| {
+            let mut inputs: Buffers = (0..n).map(|from| data(from, bytes)).collect();
+            let (whole, mut outputs) = (inputs.concat(), vec![vec![0xee; n * bytes]; n]);
+            let call = |(input, output): (&mut Vec<u8>, &mut Vec<u8>)| {
                 let (from, to) = (input.as_mut_ptr().addr(), output.as_mut_ptr().addr());
-                let outputs = (0..n).map(|at| Span { addr: to + at * bytes, bytes }).collect();
-                let (dtype, reduce_op, inputs) =
-                    (DType::U8, ReduceOp::Sum, vec![Span { addr: from, bytes }]);
+                let pieces: Vec<Span> =
+                    (0..n).map(|at| Span { addr: to + at * bytes, bytes }).collect();
                 CallSpec {
                     op: Collective::AllGather,
-                    dtype,
-                    reduce_op,
-                    inputs: inputs.into(),
-                    outputs,
+                    inputs: vec![Span { addr: from, bytes }].into(),
+                    outputs: pieces.into(),
                     ..CallSpec::barrier(None)
                 }
             };
-            let calls: Vec<CallSpec> = whole.iter_mut().map(call).collect();
+            let calls: Vec<CallSpec> = inputs.iter_mut().zip(&mut outputs).map(call).collect();
             run_calls(&layout, choice, &calls);
-            let wanted: Vec<u8> = (0..n).flat_map(|from| data(from, bytes)).collect();
-            assert!(
-                whole.iter().all(|(_, output)| *output == wanted),
-                "{}",
-                about(Collective::AllGather)
-            );
-
-            let length = |from: usize, to: usize| bytes * (to % 2) + from;
-            let give =
-                |rank: usize| (0..n).map(|to| data(rank * n + to, length(rank, to))).collect();
-            let take = |rank: usize| (0..n).map(|from| vec![0xee; length(from, rank)]).collect();
-            let mut ranks: Vec<Buffers> = (0..n).map(|rank| (give(rank), take(rank))).collect();
-            run(Collective::AllToAll, 0, &mut ranks);
-            for (rank, (_, outputs)) in ranks.iter().enumerate() {
-                assert!(
-                    (0..n).all(|from| outputs[from] == data(from * n + rank, length(from, rank))),
-                    "{}",
-                    about(Collective::AllToAll)
-                );
-            }
-            for root in [0, n - 1] {
-                let even: Vec<Vec<u8>> = (0..n).map(|from| data(from, bytes)).collect();
-                let blank = || vec![vec![0xee; bytes]];
-                let own = |rank: usize| {
-                    if rank == root {
-                        (vec![even[root].clone()], vec![])
-                    } else {
-                        (vec![], blank())
-                    }
-                };
-                let mut ranks: Vec<Buffers> = (0..n).map(own).collect();
-                run(Collective::Broadcast, root, &mut ranks);
-                let right = |(rank, (_, outputs)): (usize, &Buffers)| {
-                    rank == root || outputs[0] == even[root]
-                };
-                assert!(ranks.iter().enumerate().all(right), "{}", about(Collective::Broadcast));
-                let all =
-                    |rank: usize, of: &[Vec<u8>]| if rank == root { of.to_vec() } else { vec![] };
-                let mut ranks: Vec<Buffers> = (0..n)
-                    .map(|rank| (vec![even[rank].clone()], all(rank, &vec![vec![0xee; bytes]; n])))
-                    .collect();
-                run(Collective::Gather, root, &mut ranks);
-                assert!(ranks[root].1 == even, "{}", about(Collective::Gather));
-                let mut ranks: Vec<Buffers> =
-                    (0..n).map(|rank| (all(rank, &even), blank())).collect();
-                run(Collective::Scatter, root, &mut ranks);
-                assert!(
-                    ranks.iter().zip(&even).all(|((_, outputs), one)| outputs[0] == *one),
-                    "{}",
-                    about(Collective::Scatter)
-                );
-            }
+            assert!(outputs.iter().all(|output| *output == whole), "{bytes} bytes on {nodes:?}");
         }
-        run(Collective::Barrier, 0, &mut vec![(vec![], vec![]); n]);
     }
 }
 
@@ -403,64 +360,21 @@ fn all_to_alls_of_every_length_go_by_carriers() {
         let (layout, n) = (layout(nodes), nodes.len());
         // Over one rail, over all, in several steps; also in place.
         for bytes in [0, 1, 40, 2000, 16_384, 16_385, 64_000, 300_001] {
-            let give = |rank: usize| -> Vec<Vec<u8>> {
-                (0..n).map(|to| data(rank * n + to, bytes)).collect()
-            };
-            let wanted = |rank: usize| -> Vec<Vec<u8>> {
-                (0..n).map(|from| data(from * n + rank, bytes)).collect()
-            };
-            let mut ranks: Vec<Buffers> =
-                (0..n).map(|rank| (give(rank), vec![vec![0xee; bytes]; n])).collect();
-            collective(
-                &layout,
-                Choice::CPU,
-                Collective::AllToAll,
-                DType::U8,
-                ReduceOp::Sum,
-                0,
-                &mut ranks,
-            );
-            let right = |(rank, (_, outputs)): (usize, &Buffers)| *outputs == wanted(rank);
-            assert!(ranks.iter().enumerate().all(right), "{bytes} bytes each on {nodes:?}");
-            let mut buffers: Vec<Vec<Vec<u8>>> = (0..n).map(give).collect();
-            let call = |buffers: &mut Vec<Vec<u8>>| {
-                let spans: Vec<Span> = buffers
-                    .iter_mut()
-                    .map(|b| Span { addr: b.as_mut_ptr().addr(), bytes: b.len() })
-                    .collect();
-                CallSpec {
-                    op: Collective::AllToAll,
-                    inputs: spans.clone().into(),
-                    outputs: spans.into(),
-                    ..CallSpec::barrier(None)
-                }
+            let about = format!("{bytes} bytes each on {nodes:?}");
+            let example = all_to_all(n, |_, _| bytes);
+            example.check(&layout, Choice::CPU, MOVED, &about);
+            let mut buffers = example.given;
+            let call = |buffers: &mut Buffers| {
+                let (op, spans) = (Collective::AllToAll, spans(buffers));
+                let (inputs, outputs) = (spans.clone().into(), spans.into());
+                CallSpec { op, inputs, outputs, ..CallSpec::barrier(None) }
             };
             let calls: Vec<CallSpec> = buffers.iter_mut().map(call).collect();
             run_calls(&layout, Choice::CPU, &calls);
-            assert!(
-                buffers.iter().enumerate().all(|(rank, got)| *got == wanted(rank)),
-                "{bytes} bytes each in place on {nodes:?}"
-            );
+            assert!(buffers == example.wanted, "{about}, in place");
         }
         // Only the message from the last rank to the first is longer.
         let length = |from: usize, to: usize| if (from, to) == (n - 1, 0) { 90_000 } else { 3 };
-        let give = |rank: usize| (0..n).map(|to| data(rank * n + to, length(rank, to))).collect();
-        let take = |rank: usize| (0..n).map(|from| vec![0xee; length(from, rank)]).collect();
-        let mut ranks: Vec<Buffers> = (0..n).map(|rank| (give(rank), take(rank))).collect();
-        collective(
-            &layout,
-            Choice::CPU,
-            Collective::AllToAll,
-            DType::U8,
-            ReduceOp::Sum,
-            0,
-            &mut ranks,
-        );
-        for (rank, (_, outputs)) in ranks.iter().enumerate() {
-            assert!(
-                (0..n).all(|from| outputs[from] == data(from * n + rank, length(from, rank))),
-                "{nodes:?}, rank {rank}"
-            );
-        }
+        all_to_all(n, length).check(&layout, Choice::CPU, MOVED, &format!("{nodes:?}"));
     }
 }

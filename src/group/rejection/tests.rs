@@ -51,28 +51,6 @@ const ON_NODE: RejectedCall = RejectedCall::Collective { on_device: false };
 const QUIET: Duration = Duration::from_millis(250);
 
 #[test]
-fn peers_that_wait_for_a_refused_call_are_told_now_or_later() {
-    for later in [false, true] {
-        let ranks = ranks();
-        ranks[1].add("no such dtype".into(), ON_NODE);
-        if later {
-            assert_eq!(failure_within(&ranks[0], QUIET), None, "nobody waits");
-        }
-        ranks[0].control.begin(1, Collective::AllGather);
-        ranks[2].control.begin(1, Collective::AllGather);
-        let failure = failure_within(&ranks[0], Duration::from_secs(5)).expect("reported");
-        assert_eq!(failure.kind, ErrorKind::Mismatch);
-        let pid = std::process::id();
-        let text = format!(
-            "rank 1 (pid {pid}) rejected a call and has not repeated it since; ranks 0 and 2 \
-             are blocked in all_gather, collective #1 of group \"test\": no such dtype"
-        );
-        assert_eq!(failure.message, text);
-        assert_eq!(ranks[2].control.failure(), Some(failure));
-    }
-}
-
-#[test]
 fn a_launch_that_waits_for_a_refused_one_is_told() {
     let ranks = ranks();
     ranks.iter().for_each(|rank| launch(rank, 1));
@@ -210,26 +188,4 @@ fn a_message_does_not_make_up_for_a_refused_collective() {
         failure.message.contains("rank 0 is blocked in all_gather, collective #1"),
         "{failure}"
     );
-}
-
-#[test]
-fn a_refused_message_that_is_made_up_for_disturbs_nobody() {
-    let ranks = ranks();
-    let quiet = || Completion::new(|_, _| {});
-    let messages = &ranks[0].messages;
-    std::thread::scope(|scope| {
-        ranks[1].add(
-            "too short".into(),
-            RejectedCall::Message { send: true, peer: Some(Rank(0)), tag: 7 },
-        );
-        send(&ranks[1], message(Rank(0)));
-        let receive = |_| messages.recv(message(Rank(1)), PATIENCE, quiet()).expect("begun");
-        let [first, second] = [(); 2].map(receive);
-        messages.wait(first, None).expect("it came");
-        let waiting = scope.spawn(move || messages.wait(second, None));
-        assert_eq!(failure_within(&ranks[0], QUIET), None);
-        ranks[0].control.fail(Error::aborted("over"));
-        waiting.join().expect("no panic").expect("its completion was called");
-        ranks.iter().for_each(|rank| rank.messages.stop());
-    });
 }

@@ -1,24 +1,19 @@
 //! Collectives on several nodes. Groups of threads stand for the nodes, and the rails between them
 //! reject lengths that do not match.
-#![allow(unsafe_code, reason = "the reference is one call of the kernel")]
 
 mod thread_rail;
 
 use crate::coll::call::{Call, CallSpec, Collective, Span};
-use crate::coll::two_level::tests::data;
+use crate::coll::two_level::tests::ranks::layout;
+use crate::coll::two_level::tests::{
+    Example, all_to_all, blank, data, movements, reductions, spans, two_level,
+};
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, ErrorKind, Result};
-use crate::kernels::cpu::{self, InputElements, WriteMode};
+use crate::group::Group;
 use crate::rank::Rank;
 use std::time::{Duration, Instant};
 use thread_rail::{on_nodes, on_nodes_until};
-
-fn spans(buffers: &mut [Vec<u8>]) -> Vec<Span> {
-    buffers
-        .iter_mut()
-        .map(|buffer| Span { addr: buffer.as_mut_ptr().addr(), bytes: buffer.len() })
-        .collect()
-}
 
 fn call(
     op: Collective,
@@ -27,161 +22,61 @@ fn call(
     inputs: &mut [Vec<u8>],
     outputs: &mut [Vec<u8>],
 ) -> Call<'static> {
-    let (inputs, outputs) = (spans(inputs), spans(outputs));
-    Call::inner(CallSpec {
-        op,
-        dtype,
-        root: Rank(root as u32),
-        inputs: inputs.into(),
-        outputs: outputs.into(),
-        ..CallSpec::barrier(None)
-    })
-}
-
-/// Returns the sum of `inputs`, in order.
-fn sum(dtype: DType, inputs: &[Vec<u8>]) -> Vec<u8> {
-    let mut output = vec![0; inputs[0].len()];
-    let sources: Vec<InputElements> =
-        inputs.iter().map(|data| InputElements { ptr: data.as_ptr(), factor: 1.0 }).collect();
-    // SAFETY: all buffers are of one length, a multiple of the element's size.
-    unsafe {
-        cpu::reduce(
-            ReduceOp::Sum,
-            dtype,
-            output.as_mut_ptr(),
-            &sources,
-            output.len() / dtype.size(),
-            WriteMode::Cached,
-        )
-    };
-    output
+    let (inputs, outputs) = (spans(inputs).into(), spans(outputs).into());
+    let root = Rank(root as u32);
+    Call::inner(CallSpec { op, dtype, root, inputs, outputs, ..CallSpec::barrier(None) })
 }
 
 const LAYOUTS: [&[u8]; 6] =
     [&[0, 0, 1, 1], &[0, 0, 0, 1], &[0, 1], &[0, 0, 1, 1, 1, 2], &[0, 1, 0, 2, 1, 2], &[0, 1, 2]];
 
-/// Returns the two-level sum of the `inputs` of the ranks on `nodes`.
-fn two_level(dtype: DType, nodes: &[u8], inputs: &[Vec<u8>]) -> Vec<u8> {
-    let count = usize::from(*nodes.iter().max().expect("ranks")) + 1;
-    let of_node = |node: usize| -> Vec<Vec<u8>> {
-        (0..inputs.len())
-            .filter(|&r| usize::from(nodes[r]) == node)
-            .map(|r| inputs[r].clone())
-            .collect()
-    };
-    sum(dtype, &(0..count).map(|node| sum(dtype, &of_node(node))).collect::<Vec<_>>())
+/// Runs `example` as `rank` of `group`, and compares the outputs of this rank.
+fn check(group: &Group, rank: usize, dtype: DType, example: &Example, about: &str) {
+    let (mut given, wanted) = (example.given[rank].clone(), &example.wanted[rank]);
+    let (mut outputs, name) = (blank(wanted), example.op.name());
+    group
+        .run(&[call(example.op, dtype, example.root, &mut given, &mut outputs)], None)
+        .unwrap_or_else(|error| panic!("{name}: {error}"));
+    assert!(outputs == *wanted, "{name} of {about}, rank {rank}");
 }
 
 #[test]
-fn reductions_have_the_bits_of_two_levels_at_every_length() {
-    let dtype = DType::BF16;
+fn reductions_have_the_bits_of_two_levels_and_movements_all_bytes() {
     for nodes in LAYOUTS {
-        let n = nodes.len();
-        on_nodes(nodes, |group, rank| {
-            // Lengths: no data, data in slots, over all rails, and in several turns.
-            // `two_level/tests.rs` carries out programs of every length.
-            for bytes in [0, 34, 4040, 4042, 65_538, 1_700_002] {
-                let inputs: Vec<Vec<u8>> = (0..n).map(|from| data(from, bytes)).collect();
-                let (mut input, mut output) = ([inputs[rank].clone()], [vec![0xee; bytes]]);
-                group
-                    .run(&[call(Collective::AllReduce, dtype, 0, &mut input, &mut output)], None)
-                    .expect("all_reduce");
-                let wanted = two_level(dtype, nodes, &inputs);
-                assert!(
-                    output[0] == wanted,
-                    "all_reduce of {bytes} bytes on {nodes:?}, rank {rank}"
-                );
-                let root = n - 1;
-                let outputs = if rank == root { &mut output[..] } else { &mut [] };
-                outputs.iter_mut().for_each(|output| output.fill(0xee));
-                group
-                    .run(&[call(Collective::Reduce, dtype, root, &mut input, outputs)], None)
-                    .expect("reduce");
-                assert!(output[0] == wanted, "reduce of {bytes} bytes on {nodes:?}, rank {rank}");
-                if bytes > 2_000_000 {
-                    continue;
-                }
-                let give = |from: usize| -> Vec<Vec<u8>> {
-                    (0..n).map(|to| data(from * n + to, bytes + 2 * to)).collect()
-                };
-                let mut output = [vec![0xee; bytes + 2 * rank]];
-                group
-                    .run(
-                        &[call(Collective::ReduceScatter, dtype, 0, &mut give(rank), &mut output)],
-                        None,
-                    )
-                    .expect("reduce_scatter");
-                let given: Vec<Vec<u8>> = (0..n).map(|from| give(from).swap_remove(rank)).collect();
-                assert!(
-                    output[0] == two_level(dtype, nodes, &given),
-                    "reduce_scatter of {bytes} bytes on {nodes:?}, rank {rank}"
-                );
-            }
+        let (layout, n) = (layout(nodes), nodes.len());
+        // Lengths: no data, data in slots, over all rails, and in several turns.
+        // `two_level/tests.rs` carries out programs of every length.
+        let reduced = [0, 34, 4040, 4042, 65_538, 1_700_002].map(|bytes| {
+            let definition =
+                |inputs: &[Vec<u8>]| two_level(ReduceOp::Sum, DType::BF16, &layout, inputs);
+            (bytes, reductions(n, bytes, definition))
         });
-    }
-}
-
-#[test]
-fn movements_bring_everything_where_it_belongs() {
-    for nodes in LAYOUTS {
-        let n = nodes.len();
+        let moved = [0, 999, 2016, 2017, 70_001].map(|bytes| (bytes, movements(n, bytes)));
+        // Lengths in slots, over one rail, over all rails, and in several turns; also in place.
+        let even = [0, 40, 16_385, 300_001].map(|bytes| (bytes, all_to_all(n, |_, _| bytes)));
+        // Only the message from the last rank to the first is longer.
+        let uneven = all_to_all(n, |from, to| if (from, to) == (n - 1, 0) { 90_000 } else { 3 });
         on_nodes(nodes, |group, rank| {
-            let run = |op, root, inputs: &mut [Vec<u8>], outputs: &mut [Vec<u8>]| {
-                group
-                    .run(&[call(op, DType::U8, root, inputs, outputs)], None)
-                    .unwrap_or_else(|error| panic!("{op:?}: {error}"));
-            };
-            for bytes in [0, 999, 2016, 2017, 70_001] {
-                let about = |op: Collective| {
-                    format!("{} of {bytes} bytes on {nodes:?}, rank {rank}", op.name())
-                };
-                let all: Vec<Vec<u8>> = (0..n).map(|from| data(from, bytes + from)).collect();
-                let mut outputs: Vec<Vec<u8>> =
-                    all.iter().map(|one| vec![0xee; one.len()]).collect();
-                run(Collective::AllGather, 0, &mut [all[rank].clone()], &mut outputs);
-                assert!(outputs == all, "{}", about(Collective::AllGather));
-                let length = |from: usize, to: usize| bytes * (to % 2) + from;
-                let mut give: Vec<Vec<u8>> =
-                    (0..n).map(|to| data(rank * n + to, length(rank, to))).collect();
-                let mut take: Vec<Vec<u8>> =
-                    (0..n).map(|from| vec![0xee; length(from, rank)]).collect();
-                run(Collective::AllToAll, 0, &mut give, &mut take);
-                assert!(
-                    (0..n).all(|from| take[from] == data(from * n + rank, length(from, rank))),
-                    "{}",
-                    about(Collective::AllToAll)
-                );
-                for root in [0, n - 1] {
-                    let even: Vec<Vec<u8>> = (0..n).map(|from| data(from, bytes)).collect();
-                    let mut one =
-                        vec![if rank == root { even[root].clone() } else { vec![0xee; bytes] }];
-                    let (give, take) = if rank == root {
-                        (&mut one[..], &mut [][..])
-                    } else {
-                        (&mut [][..], &mut one[..])
-                    };
-                    run(Collective::Broadcast, root, give, take);
-                    assert!(one[0] == even[root], "{}", about(Collective::Broadcast));
-                    let mut all = if rank == root { vec![vec![0xee; bytes]; n] } else { vec![] };
-                    run(Collective::Gather, root, &mut [even[rank].clone()], &mut all);
-                    assert!(rank != root || all == even, "{}", about(Collective::Gather));
-                    one[0].fill(0xee);
-                    run(Collective::Scatter, root, &mut all, &mut one);
-                    assert!(one[0] == even[rank], "{}", about(Collective::Scatter));
+            for (bytes, examples) in &reduced {
+                for example in examples {
+                    check(
+                        group,
+                        rank,
+                        DType::BF16,
+                        example,
+                        &format!("{bytes} bytes on {nodes:?}"),
+                    );
                 }
-                run(Collective::Barrier, 0, &mut [], &mut []);
             }
-            // Lengths in slots, over one rail, over all rails, and in several turns; also in place.
-            for bytes in [0, 40, 16_385, 300_001] {
-                let mut give: Vec<Vec<u8>> = (0..n).map(|to| data(rank * n + to, bytes)).collect();
-                let mut take = vec![vec![0xee; bytes]; n];
-                run(Collective::AllToAll, 0, &mut give, &mut take);
-                let right: Vec<Vec<u8>> = (0..n).map(|from| data(from * n + rank, bytes)).collect();
-                assert!(
-                    take == right,
-                    "all_to_all of {bytes} bytes each on {nodes:?}, rank {rank}"
-                );
-                let same = spans(&mut give);
+            for (bytes, examples) in &moved {
+                for example in examples {
+                    check(group, rank, DType::U8, example, &format!("{bytes} bytes on {nodes:?}"));
+                }
+            }
+            for (bytes, example) in &even {
+                check(group, rank, DType::U8, example, &format!("{bytes} bytes each on {nodes:?}"));
+                let mut buffers = example.given[rank].clone();
+                let same = spans(&mut buffers);
                 let in_place = Call::inner(CallSpec {
                     op: Collective::AllToAll,
                     inputs: same.clone().into(),
@@ -190,42 +85,18 @@ fn movements_bring_everything_where_it_belongs() {
                 });
                 group.run(&[in_place], None).expect("all_to_all in place");
                 assert!(
-                    give == right,
-                    "all_to_all of {bytes} bytes each in place on {nodes:?}, rank {rank}"
+                    buffers == example.wanted[rank],
+                    "{bytes} bytes each in place on {nodes:?}, rank {rank}"
                 );
             }
-        });
-    }
-}
-
-/// Lengths of all_to_all that agree in part: each rank has one length for all, or none does, or
-/// single pairs differ.
-#[test]
-fn unequal_lengths_of_all_to_all_fit_or_are_a_mismatch() {
-    for nodes in LAYOUTS {
-        let n = nodes.len();
-        on_nodes(nodes, |group, rank| {
-            // Only the message from the last rank to the first is longer.
-            let length = |from: usize, to: usize| if (from, to) == (n - 1, 0) { 90_000 } else { 3 };
-            let mut give: Vec<Vec<u8>> =
-                (0..n).map(|to| data(rank * n + to, length(rank, to))).collect();
-            let mut take: Vec<Vec<u8>> =
-                (0..n).map(|from| vec![0xee; length(from, rank)]).collect();
-            group
-                .run(&[call(Collective::AllToAll, DType::U8, 0, &mut give, &mut take)], None)
-                .expect("all_to_all");
-            assert!(
-                (0..n).all(|from| take[from] == data(from * n + rank, length(from, rank))),
-                "{nodes:?}, rank {rank}"
-            );
+            check(group, rank, DType::U8, &uneven, &format!("unequal lengths on {nodes:?}"));
             // Each rank has one length for all, and the length of the last rank differs.
             let bytes = if rank == n - 1 { 8 } else { 16 };
             let (mut give, mut take) = (vec![vec![1; bytes]; n], vec![vec![0xee; bytes]; n]);
             let error = group
                 .run(&[call(Collective::AllToAll, DType::U8, 0, &mut give, &mut take)], None)
                 .expect_err("they disagree");
-            assert_eq!(error.kind, ErrorKind::Mismatch, "{error}");
-            assert!(error.message.contains("bytes to rank"), "{error}");
+            error.assert_says(ErrorKind::Mismatch, &["bytes to rank"]);
             assert!(take.iter().flatten().all(|&byte| byte == 0xee), "nothing was written");
         });
     }
@@ -247,39 +118,9 @@ fn a_rail_that_stops_within_a_call_is_a_timeout_everywhere() {
             all_have_failed.wait();
             let error = first.expect_err("it stops");
             // A rail timed out, or a rank of the node that waited for it, perhaps a moment later.
-            assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
-            assert!(error.message.contains("reached its timeout after"), "{error}");
+            error.assert_says(ErrorKind::Timeout, &["reached its timeout after"]);
             assert!(took < Duration::from_secs(10), "rank {rank} of {n}");
             assert_eq!(second.expect_err("it has failed"), error);
-        });
-    }
-}
-
-#[test]
-fn an_abort_within_calls_ends_them_on_all_nodes() {
-    for op in [Collective::AllReduce, Collective::AllToAll] {
-        on_nodes(&[0, 0, 1, 1, 1], |group, rank| {
-            std::thread::scope(|scope| {
-                if rank == 1 {
-                    scope.spawn(|| {
-                        std::thread::sleep(Duration::from_millis(50));
-                        group.abort();
-                    });
-                }
-                let count = if op == Collective::AllReduce { 1 } else { 5 };
-                let (mut inputs, mut outputs) =
-                    (vec![data(rank, 1_000_000); count], vec![vec![0; 1_000_000]; count]);
-                let begun = Instant::now();
-                let error = loop {
-                    if let Err(error) =
-                        group.run(&[call(op, DType::U8, 0, &mut inputs, &mut outputs)], None)
-                    {
-                        break error;
-                    }
-                };
-                assert!(error.message.contains("aborted group \"test\""), "{error}");
-                assert!(begun.elapsed() < Duration::from_secs(20), "rank {rank}");
-            });
         });
     }
 }
@@ -318,34 +159,13 @@ fn ranks_that_disagree_get_a_mismatch_on_all_nodes() {
                         None,
                     )
                     .expect_err("they disagree");
-                assert_eq!(error.kind, ErrorKind::Mismatch, "{error}");
-                assert!(error.message.contains("75000 × float32"), "{error}");
+                error.assert_says(ErrorKind::Mismatch, &["75000 × float32"]);
                 assert!(output[0].iter().all(|&byte| byte == 0xee), "nothing was written");
                 let again = group.run(&[Call::barrier(None)], None).expect_err("it has failed");
                 assert_eq!(again, error);
             });
         }
     }
-}
-
-#[test]
-fn a_late_node_is_named_at_the_deadline() {
-    on_nodes(&[0, 0, 1, 1], |group, rank| {
-        if rank >= 2 {
-            std::thread::sleep(Duration::from_millis(900));
-            return;
-        }
-        let begun = Instant::now();
-        let error = group
-            .run(&[Call::barrier(None)], Some(Duration::from_millis(200)))
-            .expect_err("nobody comes");
-        assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
-        assert!(
-            error.message.contains("on rail 0, waiting for node \"node1\" (ranks 2 and 3)"),
-            "{error}"
-        );
-        assert!(begun.elapsed() < Duration::from_millis(800));
-    });
 }
 
 #[test]

@@ -321,6 +321,17 @@ fn somebody_who_knows_more_is_waited_for() {
     }
 }
 
+/// Checks that all other nodes name the node of rank `silent` once it has missed its heartbeats.
+fn names_the_silent(job: &Job, silent: usize) {
+    let (failures, took) = job.failures(Some(silent));
+    let beat = QUICK.heartbeat_interval;
+    assert!(took > beat * 3 && took < beat * 20, "{took:?}");
+    let begin = format!("node \"node{silent}\" (rank {silent}) of group \"test\" has not answered");
+    for failure in failures.iter().flatten() {
+        assert!(failure.message.starts_with(&format!("{begin} for 0.")), "{failure}");
+    }
+}
+
 #[test]
 fn a_node_without_signs_of_life_is_named() {
     let job = Job::new(&[0, 1, 2], QUICK);
@@ -330,21 +341,8 @@ fn a_node_without_signs_of_life_is_named() {
         let mut silent =
             job.meeting(Rank(1), &limit).connect_to_hub(Rank(0)).expect("the hub answers").0;
         silent.write();
-        let news = others.join().expect("no panic");
-        let (failures, took) = job.failures(Some(1));
-        assert!(
-            took > QUICK.heartbeat_interval * 4 && took < QUICK.heartbeat_interval * 20,
-            "{took:?}"
-        );
-        for failure in [&failures[0], &failures[2]].into_iter().flatten() {
-            assert!(
-                failure.message.starts_with(
-                    "node \"node1\" (rank 1) of group \"test\" has not answered for 0."
-                ),
-                "{failure}"
-            );
-        }
-        drop(news);
+        let _news = others.join().expect("no panic");
+        names_the_silent(&job, 1);
     });
 }
 
@@ -391,21 +389,8 @@ fn a_silent_hub_is_named_too() {
             }
             std::thread::sleep(Duration::from_millis(1));
         }
-        let news = callers.join().expect("no panic");
-        let (failures, took) = job.failures(Some(0));
-        assert!(
-            took > QUICK.heartbeat_interval * 3 && took < QUICK.heartbeat_interval * 20,
-            "{took:?}"
-        );
-        for failure in failures.iter().flatten() {
-            assert!(
-                failure.message.starts_with(
-                    "node \"node0\" (rank 0) of group \"test\" has not answered for 0."
-                ),
-                "{failure}"
-            );
-        }
-        drop(news);
+        let _news = callers.join().expect("no panic");
+        names_the_silent(&job, 0);
     });
 }
 
@@ -452,12 +437,9 @@ fn whoever_does_not_come_is_named() {
         });
         let caller = job.meet_within(Rank(2), Duration::from_secs(10)).expect("the hub is there");
         let error = hub.join().expect("no panic");
-        assert!(
-            error.kind == ErrorKind::Timeout
-                && error
-                    .message
-                    .contains("did not hear from rank 1 (node \"node1\", pid 101) (timeout)"),
-            "{error}"
+        error.assert_says(
+            ErrorKind::Timeout,
+            &["did not hear from rank 1 (node \"node1\", pid 101) (timeout)"],
         );
         assert_eq!(job.store.num_keys(), Ok(0));
         let (failures, _) = job.failures(Some(0));

@@ -1,16 +1,15 @@
 //! Links, one of which is slow.
 
 use super::PATIENCE;
-use super::thread_wires::{Done, memory};
+use super::thread_wires::{Alike, Done};
 use crate::coll::call::Span;
 use crate::error::Result;
 use crate::lock::lock;
 use crate::messages::links::{Links, Traffic};
 use crate::rank::Rank;
-use crate::transport::{Buffer, GivenUp, Seat, Transport, Transports, Work};
+use crate::transport::{Buffer, Transport, Work};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 /// A transport whose `send` first reports on `there` that it was called, and then blocks until the
 /// test permits it through `may`. Receives complete immediately.
@@ -18,22 +17,6 @@ use std::time::Duration;
 struct HeldUp {
     there: Sender<()>,
     may: Arc<Mutex<Receiver<()>>>,
-}
-
-impl Transports for HeldUp {
-    fn connect(
-        &self,
-        _name: &str,
-        _seat: &Seat,
-        _timeout: Duration,
-        _given_up: &GivenUp,
-    ) -> Result<Arc<dyn Transport>> {
-        Ok(Arc::new(self.clone()))
-    }
-
-    fn allocate(&self, _device: i32, bytes: usize) -> Result<Buffer> {
-        Ok(memory(bytes))
-    }
 }
 
 impl Transport for HeldUp {
@@ -51,7 +34,7 @@ impl Transport for HeldUp {
 #[test]
 fn who_waits_on_a_link_passes_on_its_queue_which_a_flush_of_others_has_taken() {
     let ((there, arrives), (release, may)) = (channel(), channel());
-    let transports = HeldUp { there, may: Arc::new(Mutex::new(may)) };
+    let transports = Alike(HeldUp { there, may: Arc::new(Mutex::new(may)) });
     let links = Links::new(Arc::new(transports), Box::new(|_, _, _| {}));
     for peer in [Rank(1), Rank(2)] {
         links.make(peer, "pair", false, PATIENCE).expect("made");

@@ -13,6 +13,7 @@ use crate::dtype::DType;
 use crate::mem::layout::SegmentLayout;
 use crate::mem::shm::ShmSegment;
 use crate::trace::GroupRecorder;
+use std::sync::mpsc::{Receiver, channel};
 
 /// A pid that no process has, so reading its memory fails.
 const NOBODY: u32 = i32::MAX as u32;
@@ -37,6 +38,44 @@ fn ranks() -> Vec<Arc<Messages>> {
     (0..3).map(rank).collect()
 }
 
+fn span(bytes: &mut [u8]) -> Span {
+    Span { addr: bytes.as_mut_ptr() as usize, bytes: bytes.len() }
+}
+
+fn quiet() -> Completion {
+    Completion::new(|_, _| {})
+}
+
+/// Returns a completion whose outcome goes to the receiver.
+fn reported() -> (Completion, Receiver<Result<()>>) {
+    let (tell, told) = channel();
+    (Completion::new(move |outcome, _| tell.send(outcome).expect("waited for")), told)
+}
+
+/// Posts a receive of rank 0 into `to`, for which rank 2 offers `from`. Returns the state of rank
+/// 0, the ticket and the outcome.
+fn offered<'a>(
+    ranks: &'a [Arc<Messages>],
+    from: &mut [u8],
+    to: &mut [u8],
+) -> (MutexGuard<'a, MessageTable>, u64, Receiver<Result<()>>) {
+    let (completion, told) = reported();
+    let mut state = ranks[0].lock();
+    let ticket = state.ticket();
+    state.matching.posted.push_back(Posted {
+        ticket,
+        peer: Some(Rank(2)),
+        tag: 3,
+        span: span(to),
+        limit: CallTimeout::from(Instant::now(), PATIENCE),
+        completion,
+        dtype: DType::U8,
+    });
+    ranks[2].send(message(Rank(0), span(from)), PATIENCE, quiet()).expect("begun");
+    assert!(ranks[0].advance(&mut state), "an offer");
+    (state, ticket, told)
+}
+
 fn message(peer: Rank, span: Span) -> Message {
     Message::of(MessageSpec { peer: Some(peer), tag: 3, dtype: DType::U8, span, timeout: None })
 }
@@ -56,9 +95,7 @@ fn a_peer_that_cannot_be_read_is_not_tried_again_and_others_are_read() {
         (1, 10, [false, true]),
     ] {
         let (mut from, mut to) = (vec![value; RING.eager + 1], vec![0u8; RING.eager + 1]);
-        let [source, target] = [&mut from, &mut to]
-            .map(|bytes| Span { addr: bytes.as_mut_ptr() as usize, bytes: bytes.len() });
-        let quiet = || Completion::new(|_, _| {});
+        let (source, target) = (span(&mut from), span(&mut to));
         let sent = ranks[peer].send(message(Rank(0), source), PATIENCE, quiet()).expect("begun");
         // The sender does not wait in a call, so the receiver would read the sender's memory.
         let received =
@@ -74,29 +111,22 @@ fn a_peer_that_cannot_be_read_is_not_tried_again_and_others_are_read() {
 fn a_receive_has_its_time_from_when_it_was_begun_whatever_the_progress_thread_does() {
     let ranks = ranks();
     let (mut sent, mut came, mut missing) = ([1u8], [0u8], [0u8]);
-    let [sent, came, missing] = [&mut sent, &mut came, &mut missing]
-        .map(|bytes| Span { addr: bytes.as_mut_ptr() as usize, bytes: 1 });
+    let [sent, came, missing] = [&mut sent, &mut came, &mut missing].map(|bytes| span(bytes));
     // The progress thread completes the first receive. That completion runs longer than the timeout
     // of the second receive.
     let limit = Duration::from_secs(1);
-    let (entered, inside) = std::sync::mpsc::channel();
+    let (entered, inside) = channel();
     let slow = Completion::new(move |_, _| {
         entered.send(()).expect("waited for");
         std::thread::sleep(3 * limit / 2);
     });
     ranks[0].recv(message(Rank(2), came), PATIENCE, slow).expect("begun");
-    ranks[2].send(message(Rank(0), sent), PATIENCE, Completion::new(|_, _| {})).expect("begun");
+    ranks[2].send(message(Rank(0), sent), PATIENCE, quiet()).expect("begun");
     inside.recv_timeout(PATIENCE).expect("a thread completes it");
-    let (tell, told) = std::sync::mpsc::channel();
+    let (completion, told) = reported();
     let begun = Instant::now();
     let tag = Message::of(MessageSpec { tag: 4, ..*message(Rank(2), missing) });
-    ranks[0]
-        .recv(
-            tag,
-            limit,
-            Completion::new(move |outcome, _| tell.send(outcome).expect("waited for")),
-        )
-        .expect("begun");
+    ranks[0].recv(tag, limit, completion).expect("begun");
     let error = told.recv_timeout(PATIENCE).expect("completed").expect_err("nobody sends it");
     let waited = begun.elapsed();
     assert!(
@@ -126,35 +156,14 @@ fn a_read_succeeds_only_if_its_offer_stands_after_the_last_byte() {
     ] {
         let ranks = ranks();
         let [mut from, mut to] = [7u8, 0].map(|value| vec![value; DIRECT_READ_MAX_BYTES + 1]);
-        let (tell, told) = std::sync::mpsc::channel();
-        let mut state = ranks[0].lock();
-        let ticket = state.ticket();
-        state.matching.posted.push_back(Posted {
-            ticket,
-            peer: Some(Rank(2)),
-            tag: 3,
-            span: Span { addr: to.as_mut_ptr() as usize, bytes: to.len() },
-            limit: CallTimeout::from(Instant::now(), PATIENCE),
-            completion: Completion::new(move |outcome, _| tell.send(outcome).expect("waited for")),
-            dtype: DType::U8,
-        });
-        let send =
-            |source| ranks[2].send(message(Rank(0), source), PATIENCE, Completion::new(|_, _| ()));
-        let source = Span { addr: from.as_mut_ptr() as usize, bytes: from.len() };
-        send(source).expect("begun");
-        assert!(ranks[0].advance(&mut state), "an offer");
+        let (mut state, _, told) = offered(&ranks, &mut from, &mut to);
         for last in [false, true] {
             let step = state.next_step().expect("a step");
             assert!(!state.is_reading_due() && state.next_step().is_none(), "one thread reads it");
             drop(state);
             // A reading thread holds no lock that another wait needs.
-            let other = ranks[0]
-                .recv(
-                    message(Rank(1), Span { addr: to.as_mut_ptr() as usize, bytes: 0 }),
-                    PATIENCE,
-                    Completion::new(|_, _| ()),
-                )
-                .expect("begun");
+            let other =
+                ranks[0].recv(message(Rank(1), span(&mut [])), PATIENCE, quiet()).expect("begun");
             assert!(
                 ranks[0]
                     .wait(other, Some(Duration::from_millis(1)))
@@ -184,7 +193,8 @@ fn a_read_succeeds_only_if_its_offer_stands_after_the_last_byte() {
             "the sender leaves" => {
                 // The receive requests the rest, and ends once the exit is detected.
                 assert!(outcome.is_none_or(|outcome| outcome.is_err()));
-                send(source)
+                ranks[2]
+                    .send(message(Rank(0), span(&mut from)), PATIENCE, quiet())
                     .expect_err("a receiver would not know when its memory is the owner's again");
             }
             _ => assert!(outcome.is_some_and(|outcome| outcome.is_err()), "{what}"),
@@ -196,13 +206,12 @@ fn a_read_succeeds_only_if_its_offer_stands_after_the_last_byte() {
 #[test]
 fn more_empty_messages_than_may_go_unasked_arrive() {
     let ranks = ranks();
-    let empty =
-        |peer| message(Rank(peer), Span { addr: std::ptr::dangling::<u8>() as usize, bytes: 0 });
-    let quiet = || Completion::new(|outcome, _| outcome.expect("delivered"));
+    let empty = |peer| message(Rank(peer), span(&mut []));
+    let done = || Completion::new(|outcome, _| outcome.expect("delivered"));
     let sent: Vec<u64> =
-        (0..1030).map(|_| ranks[2].send(empty(0), PATIENCE, quiet()).expect("begun")).collect();
+        (0..1030).map(|_| ranks[2].send(empty(0), PATIENCE, done()).expect("begun")).collect();
     for _ in 0..sent.len() {
-        let received = ranks[0].recv(empty(2), PATIENCE, quiet()).expect("begun");
+        let received = ranks[0].recv(empty(2), PATIENCE, done()).expect("begun");
         ranks[0].wait(received, None).expect("within its time");
     }
     sent.into_iter().for_each(|sent| ranks[2].wait(sent, None).expect("within its time"));
@@ -213,24 +222,7 @@ fn more_empty_messages_than_may_go_unasked_arrive() {
 fn a_panic_in_a_read_fails_the_group_and_the_receive() {
     let ranks = ranks();
     let [mut from, mut to] = [7u8, 0].map(|value| vec![value; DIRECT_READ_MAX_BYTES + 1]);
-    let [source, target] = [&mut from, &mut to]
-        .map(|bytes| Span { addr: bytes.as_mut_ptr() as usize, bytes: bytes.len() });
-    let (tell, told) = std::sync::mpsc::channel();
-    ranks[2].send(message(Rank(0), source), PATIENCE, Completion::new(|_, _| ())).expect("begun");
-    let mut state = ranks[0].lock();
-    let done = Completion::new(move |outcome, _| tell.send(outcome).expect("waited for"));
-    let limit = CallTimeout::from(Instant::now(), PATIENCE);
-    let ticket = state.ticket();
-    state.matching.posted.push_back(Posted {
-        ticket,
-        peer: Some(Rank(2)),
-        tag: 3,
-        span: target,
-        limit,
-        dtype: DType::U8,
-        completion: done,
-    });
-    assert!(ranks[0].advance(&mut state), "an offer");
+    let (mut state, ticket, told) = offered(&ranks, &mut from, &mut to);
     let step = state.next_step().expect("a step");
     drop(state);
     ranks[0].carry_out(step, |_, _| panic!("in the middle of it"));
@@ -243,24 +235,17 @@ fn a_panic_in_a_read_fails_the_group_and_the_receive() {
 #[test]
 fn a_read_that_no_thread_waits_for_goes_on_while_others_sleep() {
     let ranks = ranks();
-    let (from, mut to, mut missing) =
-        (vec![7u8; 8 * DIRECT_READ_MAX_BYTES], vec![0u8; 8 * DIRECT_READ_MAX_BYTES], [0u8]);
-    let [source, target, missing] =
-        [(from.as_ptr(), from.len()), (to.as_mut_ptr(), to.len()), (missing.as_mut_ptr(), 1)]
-            .map(|(start, bytes)| Span { addr: start as usize, bytes });
-    let never = ranks[0]
-        .recv(message(Rank(1), missing), 3 * PATIENCE, Completion::new(|_, _| {}))
-        .expect("begun");
+    let [mut from, mut to] = [7u8, 0].map(|value| vec![value; 8 * DIRECT_READ_MAX_BYTES]);
+    let (source, target, mut missing) = (span(&mut from), span(&mut to), [0]);
+    let never =
+        ranks[0].recv(message(Rank(1), span(&mut missing)), 3 * PATIENCE, quiet()).expect("begun");
     std::thread::scope(|scope| {
         let sleeping = scope.spawn(|| ranks[0].wait(never, None));
         while ranks[0].lock().waiting_threads == 0 {
             std::thread::yield_now();
         }
-        ranks[2]
-            .send(message(Rank(0), source), PATIENCE, Completion::new(|_, _| {}))
-            .expect("begun");
-        let (tell, told) = std::sync::mpsc::channel();
-        let done = Completion::new(move |outcome, _| tell.send(outcome).expect("waited for"));
+        ranks[2].send(message(Rank(0), source), PATIENCE, quiet()).expect("begun");
+        let (done, told) = reported();
         ranks[0].recv(message(Rank(2), target), 3 * PATIENCE, done).expect("begun");
         assert_eq!(told.recv_timeout(PATIENCE), Ok(Ok(())));
         ranks[0].close(&Error::aborted("the test is over"));

@@ -91,6 +91,25 @@ struct Receive {
     _keep: Buffer,
 }
 
+/// Transports whose connections are all alike.
+pub(super) struct Alike<T>(pub(super) T);
+
+impl<T: Transport + Clone + 'static> Transports for Alike<T> {
+    fn connect(
+        &self,
+        _name: &str,
+        _seat: &Seat,
+        _timeout: Duration,
+        _given_up: &GivenUp,
+    ) -> Result<Arc<dyn Transport>> {
+        Ok(Arc::new(self.0.clone()))
+    }
+
+    fn allocate(&self, _device: i32, bytes: usize) -> Result<Buffer> {
+        Ok(memory(bytes))
+    }
+}
+
 /// A transfer that has ended.
 pub(super) struct Done;
 
@@ -232,16 +251,6 @@ impl Member {
             self.messages.recv(message, timeout, completion)
         };
         Ok((ticket?, outcome))
-    }
-
-    /// Starts a receive with tag 0 from any source.
-    pub(super) fn start_any(&self, data: &mut [u8]) -> (u64, Receiver<Outcome>) {
-        let (told, outcome) = channel();
-        let completion = Completion::new(move |outcome, source| drop(told.send((outcome, source))));
-        let span = Span { addr: data.as_mut_ptr().addr(), bytes: data.len() };
-        let message =
-            Message::of(MessageSpec { peer: None, tag: 0, dtype: DType::U8, span, timeout: None });
-        (self.messages.recv(message, Duration::from_secs(60), completion).expect("starts"), outcome)
     }
 
     pub(super) fn finish(&self, (ticket, outcome): (u64, Receiver<Outcome>)) -> Outcome {

@@ -1,7 +1,7 @@
 //! Tests of single frames, of leaving, and of rejected messages between nodes.
 #![allow(unsafe_code, reason = "staging of links")]
 
-use super::thread_wires::{Done, Member, alone, data, memory, on_ranks, place};
+use super::thread_wires::{Alike, Done, Member, alone, data, on_ranks, place};
 use crate::coll::call::Span;
 use crate::coll::message::{Message, MessageSpec};
 use crate::completion::Completion;
@@ -13,7 +13,7 @@ use crate::messages::links::Links;
 use crate::messages::wire::{Counters, HEADER_BYTES, LinkState, decode};
 use crate::node_map::NodeMap;
 use crate::rank::Rank;
-use crate::transport::{Buffer, GivenUp, Seat, Transport, Transports, Work};
+use crate::transport::{Buffer, Transport, Work};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -51,22 +51,6 @@ impl Sent {
     }
 }
 
-impl Transports for Sent {
-    fn connect(
-        &self,
-        _name: &str,
-        _seat: &Seat,
-        _timeout: Duration,
-        _given_up: &GivenUp,
-    ) -> Result<Arc<dyn Transport>> {
-        Ok(Arc::new(self.clone()))
-    }
-
-    fn allocate(&self, _device: i32, bytes: usize) -> Result<Buffer> {
-        Ok(memory(bytes))
-    }
-}
-
 impl Transport for Sent {
     fn send(&self, _to: usize, from: Span, _tag: i32, _keep: &Buffer) -> Result<Work> {
         // SAFETY: this is the staging that the link has filled with a frame.
@@ -86,7 +70,7 @@ impl Alone {
     fn new() -> Self {
         let layout = Arc::new(NodeMap::of(&(0..2).map(place).collect::<Vec<_>>()));
         let sent = Sent::default();
-        let links = Links::new(Arc::new(sent.clone()), Box::new(|_, _, _| {}));
+        let links = Links::new(Arc::new(Alike(sent.clone())), Box::new(|_, _, _| {}));
         links.make(PEER, "0-1", false, Duration::from_secs(1)).expect("made");
         let messages = alone(0, &layout, links, Arc::default());
         messages.lock().wire(PEER).expect("it is far").phase = LinkState::Open;
@@ -216,6 +200,12 @@ fn what_a_rank_has_sent_is_read_before_its_connection_ends() {
         (0..20).for_each(|number| {
             assert!(member.recv(0, 1, 1000) == data(number, 1000), "message {number}")
         });
+        let mut into = [0; 4];
+        let started = member.start(false, 0, 0, &mut into, 60.0).expect("starts");
+        let error = member.finish(started).0.expect_err("rank 0 has left");
+        assert_eq!(error.kind, ErrorKind::Peer, "{error}");
+        let text = "lost its connection to rank 0 (node \"node0\", pid 7)";
+        assert!(error.message.contains(text), "{error}");
     });
 }
 

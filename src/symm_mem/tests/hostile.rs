@@ -3,10 +3,10 @@
 #![allow(unsafe_code, reason = "tests write where a heap says that memory lies, and fork")]
 
 use super::host::PAGE;
-use super::processes::{forked, status_of};
 use super::*;
 use crate::mem::shm::ShmSegment;
 use crate::symm_mem::frame::{FRAME_BYTES, HeapFrame};
+use crate::sys::fork::tests::{forked, status_of};
 use crate::sys::random;
 use crate::sys::socket;
 use rustix::fd::{AsFd, OwnedFd};
@@ -88,61 +88,43 @@ fn hear(socket: &OwnedFd) -> Option<HeapFrame> {
 fn who_breaks_the_rules_is_cut_off() {
     let (heap, _) = heap(16);
     let _attention = heap.attend().expect("runs");
-    type Deed = Box<dyn Fn(&Raw)>;
-    let cases: Vec<(&str, Deed)> = vec![
-        ("a short message", Box::new(|raw| raw.send(&HeapFrame::Gone { id: 1 }.encode()[..20]))),
-        ("a long message", Box::new(|raw| raw.send(&[0; FRAME_BYTES + 8]))),
-        ("nonsense", Box::new(|raw| raw.send(&[7; FRAME_BYTES]))),
-        (
-            "no descriptor",
-            Box::new(|raw| raw.say(HeapFrame::Offer { id: 1, offset: 0, bytes: PAGE as u64 })),
-        ),
-        (
-            "a stray descriptor",
-            Box::new(|raw| {
-                let file = ShmSegment::create(PAGE).expect("memfd");
-                socket::send(&raw.socket, &HeapFrame::Gone { id: 1 }.encode(), Some(file.as_fd()))
-                    .expect("sent");
-            }),
-        ),
-        ("behind the end", Box::new(|raw| raw.offer(1, 16 * PAGE, PAGE))),
-        ("across the end", Box::new(|raw| raw.offer(1, 15 * PAGE, 2 * PAGE))),
-        ("past all numbers", Box::new(|raw| raw.offer(1, PAGE, usize::MAX))),
-        ("nothing", Box::new(|raw| raw.offer(1, PAGE, 0))),
-        (
-            "an overlap",
-            Box::new(|raw| {
-                raw.offer(1, 0, 2 * PAGE);
-                raw.offer(2, PAGE, PAGE);
-            }),
-        ),
-        (
-            "the same number",
-            Box::new(|raw| {
-                raw.offer(1, 0, PAGE);
-                raw.offer(1, 4 * PAGE, PAGE);
-            }),
-        ),
-        ("an unknown withdrawal", Box::new(|raw| raw.say(HeapFrame::Withdraw { id: 3 }))),
-        (
-            "two withdrawals",
-            Box::new(|raw| {
-                raw.offer(1, 0, PAGE);
-                raw.say(HeapFrame::Withdraw { id: 1 });
-                raw.say(HeapFrame::Withdraw { id: 1 });
-            }),
-        ),
-        ("an answer to no offer", Box::new(|raw| raw.say(HeapFrame::Accepted { id: 1 << 40 }))),
-        (
-            "an introduction",
-            Box::new(|raw| {
-                raw.say(HeapFrame::Hello { to: [0; 16], from: [0; 16], link: 1, span: 1 })
-            }),
-        ),
+    type Deed = fn(&Raw);
+    let cases: [(&str, Deed); 15] = [
+        ("a short message", |raw| raw.send(&HeapFrame::Gone { id: 1 }.encode()[..20])),
+        ("a long message", |raw| raw.send(&[0; FRAME_BYTES + 8])),
+        ("nonsense", |raw| raw.send(&[7; FRAME_BYTES])),
+        ("no descriptor", |raw| raw.say(HeapFrame::Offer { id: 1, offset: 0, bytes: PAGE as u64 })),
+        ("a stray descriptor", |raw| {
+            let file = ShmSegment::create(PAGE).expect("memfd");
+            let frame = HeapFrame::Gone { id: 1 }.encode();
+            socket::send(&raw.socket, &frame, Some(file.as_fd())).expect("sent");
+        }),
+        ("behind the end", |raw| raw.offer(1, 16 * PAGE, PAGE)),
+        ("across the end", |raw| raw.offer(1, 15 * PAGE, 2 * PAGE)),
+        ("past all numbers", |raw| raw.offer(1, PAGE, usize::MAX)),
+        ("nothing", |raw| raw.offer(1, PAGE, 0)),
+        ("an overlap", |raw| {
+            raw.offer(1, 0, 2 * PAGE);
+            raw.offer(2, PAGE, PAGE);
+        }),
+        ("the same number", |raw| {
+            raw.offer(1, 0, PAGE);
+            raw.offer(1, 4 * PAGE, PAGE);
+        }),
+        ("an unknown withdrawal", |raw| raw.say(HeapFrame::Withdraw { id: 3 })),
+        ("two withdrawals", |raw| {
+            raw.offer(1, 0, PAGE);
+            raw.say(HeapFrame::Withdraw { id: 1 });
+            raw.say(HeapFrame::Withdraw { id: 1 });
+        }),
+        ("an answer to no offer", |raw| raw.say(HeapFrame::Accepted { id: 1 << 40 })),
+        ("an introduction", |raw| {
+            raw.say(HeapFrame::Hello { to: [0; 16], from: [0; 16], link: 1, span: 1 })
+        }),
     ];
     let friend = Raw::new(&heap);
     let friendly = friend.hold(&heap);
-    for (what, deed) in &cases {
+    for (what, deed) in cases {
         let raw = Raw::new(&heap);
         let hold = raw.hold(&heap);
         deed(&raw);

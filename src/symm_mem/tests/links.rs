@@ -34,8 +34,7 @@ fn a_segment_lies_at_its_offset_for_every_peer() {
 
 #[test]
 fn a_segment_that_is_given_back_is_gone_for_the_peer_and_its_place_is_used_again() {
-    let ((one, _), (other, _)) = (heap(1), heap(16));
-    let (near, far) = link(&one, &other, &healthy());
+    let (one, _other, near, far) = linked(1, 16);
     for round in 0..50u64 {
         let address = one.allocate(PAGE).expect("room");
         assert_eq!(address, one.base());
@@ -148,8 +147,7 @@ fn every_peer_must_have_accepted() {
 
 #[test]
 fn many_segments_and_many_threads() {
-    let ((one, _), (other, _)) = (heap(2048), heap(2048));
-    let (near, far) = link(&one, &other, &healthy());
+    let (one, other, near, far) = linked(2048, 2048);
     std::thread::scope(|scope| {
         for (heap, hold, back) in
             [(&one, &near, &far), (&one, &near, &far), (&other, &far, &near), (&other, &far, &near)]

@@ -35,6 +35,13 @@ fn link(one: &Heap, other: &Heap, failed: &FailureCheck) -> (LinkRef, LinkRef) {
     (near, far)
 }
 
+/// Makes and links two heaps; returns both and their claims to the link.
+fn linked(pages: usize, others: usize) -> (Arc<Heap>, Arc<Heap>, LinkRef, LinkRef) {
+    let (one, other) = (heap(pages).0, heap(others).0);
+    let (near, far) = link(&one, &other, &healthy());
+    (one, other, near, far)
+}
+
 fn until(what: &str, done: impl Fn() -> bool) {
     let deadline = Instant::now() + PATIENCE;
     while !done() {
@@ -89,8 +96,7 @@ fn segments_take_the_next_room_and_then_the_first() {
 
 #[test]
 fn what_a_window_has_pinned_stays_when_its_owner_gives_it_back() {
-    let ((one, _), (other, _)) = (heap(8), heap(8));
-    let (_near, far) = link(&one, &other, &healthy());
+    let (one, _other, _near, far) = linked(8, 8);
     let address = one.allocate(PAGE).expect("room");
     until("the offer", || mapped(&far) == 1);
     let place = seen(&far, &one, address);
@@ -111,8 +117,7 @@ fn what_a_window_has_pinned_stays_when_its_owner_gives_it_back() {
 
 #[test]
 fn what_an_own_window_shows_stays_until_the_last_of_them_goes() {
-    let ((one, _), (other, _)) = (heap(8), heap(8));
-    let (_near, far) = link(&one, &other, &healthy());
+    let (one, _other, _near, far) = linked(8, 8);
     let (address, next) = (one.allocate(PAGE).expect("room"), one.allocate(PAGE).expect("room"));
     until("the offers", || mapped(&far) == 2);
     let pins = [
@@ -146,8 +151,7 @@ fn what_an_own_window_shows_stays_until_the_last_of_them_goes() {
 
 #[test]
 fn what_a_peer_wrote_too_late_is_no_part_of_what_comes_next() {
-    let ((one, _), (other, _)) = (heap(1), heap(8));
-    let (_near, far) = link(&one, &other, &healthy());
+    let (one, _other, _near, far) = linked(1, 8);
     let address = one.allocate(PAGE).expect("room");
     until("the offer", || mapped(&far) == 1);
     let place = seen(&far, &one, address);
@@ -162,8 +166,7 @@ fn what_a_peer_wrote_too_late_is_no_part_of_what_comes_next() {
 // proves P21
 #[test]
 fn what_a_dead_peer_had_goes_once_all_groups_are_done_with_it_but_for_windows() {
-    let ((one, _), (other, _)) = (heap(8), heap(8));
-    let (_near, far) = link(&one, &other, &healthy());
+    let (one, other, _near, far) = linked(8, 8);
     let second = far.link().hold(other.attend().expect("runs"), healthy()).expect("open");
     let (shown, plain) = (one.allocate(PAGE).expect("room"), one.allocate(PAGE).expect("room"));
     until("the offers", || mapped(&far) == 2);
@@ -225,8 +228,7 @@ fn mortal() -> (FailureCheck, Arc<AtomicBool>) {
 #[test]
 fn what_is_no_symmetric_memory_cannot_be_given_back() {
     let error = release(4096).expect_err("nothing lies there");
-    assert_eq!(error.kind, ErrorKind::Value);
-    assert!(error.message.contains("0x1000"), "{error}");
+    error.assert_says(ErrorKind::Value, &["0x1000"]);
 }
 
 #[test]

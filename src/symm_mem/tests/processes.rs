@@ -4,29 +4,10 @@
 use super::host::{PAGE, read, write};
 use super::*;
 use crate::symm_mem::service_thread;
+use crate::sys::fork::tests::{forked, status_of};
 use rustix::fd::OwnedFd;
 use rustix::pipe::pipe;
 use std::io::Write as _;
-
-/// Runs `body` in a forked child and returns its process id. The child exits with code 0 if `body`
-/// returns true.
-pub(super) fn forked(body: impl FnOnce() -> bool) -> i32 {
-    // SAFETY: the child runs only code under test and `_exit`; glibc repairs malloc in a child.
-    let child = unsafe { libc::fork() };
-    if child == 0 {
-        let passed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(body)).unwrap_or(false);
-        // SAFETY: `_exit` takes any code.
-        unsafe { libc::_exit(i32::from(!passed)) };
-    }
-    child
-}
-
-pub(super) fn status_of(child: i32) -> i32 {
-    let mut status = 0;
-    // SAFETY: `status` is valid for a write; `child` is a child of this process.
-    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
-    status
-}
 
 fn tell(pipe: &OwnedFd, bytes: &[u8]) {
     assert_eq!(rustix::io::write(pipe, bytes), Ok(bytes.len()));
@@ -117,21 +98,15 @@ fn the_thread_ends_with_the_last_group() {
 fn a_forked_child_harms_nothing_of_its_parents() {
     let ((one, _), (other, _)) = (heap(16), heap(16));
     let address = one.allocate(PAGE).expect("room");
-    let (near, far) = link(&one, &other, &healthy());
-    assert!(reachable(&one, address, 8, &near));
-    let (near, far) = (std::mem::ManuallyDrop::new(near), std::mem::ManuallyDrop::new(far));
+    let mut holds = Some(link(&one, &other, &healthy()));
+    assert!(holds.as_ref().is_some_and(|(near, _)| reachable(&one, address, 8, near)));
     let child = forked(|| {
         // Drops the child's copies; the links belong to the parent.
-        // SAFETY: this process does not use them again.
-        unsafe {
-            drop(std::ptr::read(&*near));
-            drop(std::ptr::read(&*far));
-        }
+        drop(holds.take());
         threads() == 0 && service_thread::claims() == 0
     });
     assert_eq!(status_of(child), 0);
-    let (near, far) =
-        (std::mem::ManuallyDrop::into_inner(near), std::mem::ManuallyDrop::into_inner(far));
+    let (near, far) = holds.expect("the parent's");
     let second = one.allocate(PAGE).expect("room");
     assert!(reachable(&one, second, 8, &near) && !far.link().is_closed());
     drop(near);

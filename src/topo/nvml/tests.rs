@@ -21,7 +21,7 @@ fn links(readings: &Readings) -> Vec<Vec<u32>> {
 }
 
 #[test]
-fn gpus_come_by_address_and_the_lost_one_is_left_out() {
+fn gpus_come_by_address_with_their_links_and_peers_without_the_lost_one() {
     let readings = stub(&[]);
     let seen: Vec<String> =
         readings.gpus.iter().map(|gpu| format!("{} {} {}", gpu.uuid, gpu.bus, gpu.name)).collect();
@@ -36,39 +36,25 @@ fn gpus_come_by_address_and_the_lost_one_is_left_out() {
     let versions: Vec<_> = readings.gpus.iter().map(|gpu| gpu.nvlink).collect();
     let four = Some(NvlinkVersion(4, 0));
     assert_eq!(versions, [four, four, None, four]);
-}
-
-#[test]
-fn the_type_of_the_far_end_decides_not_its_address() {
-    // a and b: two direct links and one through switches, to which a has one link and b two. The
-    // switches of b hide their address; the switch of a reports b's address. A link to a hidden GPU
-    // does not count.
-    assert_eq!(links(&stub(&[])), [[0, 3, 0, 0], [3, 0, 0, 0], [0; 4], [0; 4]]);
-}
-
-#[test]
-fn a_driver_that_tells_no_type_still_shows_direct_links() {
-    assert_eq!(links(&stub(&["-DOLD_DRIVER"])), [[0, 2, 0, 0], [2, 0, 0, 0], [0; 4], [0; 4]]);
-}
-
-#[test]
-fn a_gpu_in_instances_has_neither_links_nor_peers() {
-    let readings = stub(&[]);
+    // The type of the far end decides, not its address. a and b: two direct links and one through
+    // switches, to which a has one link and b two. The switches of b hide their address; the switch
+    // of a reports b's address. A link to a hidden GPU does not count.
+    assert_eq!(links(&readings), [[0, 3, 0, 0], [3, 0, 0, 0], [0; 4], [0; 4]]);
+    // A GPU in instances has neither links nor peers.
     assert_eq!(readings.gpus[3].mig, Mig::On(vec![Uuid::new("x"), Uuid::new("y")]));
     assert_eq!(readings.links[3].remotes, []);
-    assert!((0..4).all(|gpu| !readings.peers.at(gpu, 3)));
-}
-
-#[test]
-fn peers_read_and_write_both_ways() {
-    let peers = stub(&[]).peers;
     let expected = [
         [true, true, false, false],
         [true, true, true, false],
         [false, true, true, false],
         [false; 4],
     ];
-    assert_eq!(peers.rows().collect::<Vec<_>>(), expected);
+    assert_eq!(readings.peers.rows().collect::<Vec<_>>(), expected);
+}
+
+#[test]
+fn a_driver_that_tells_no_type_still_shows_direct_links() {
+    assert_eq!(links(&stub(&["-DOLD_DRIVER"])), [[0, 2, 0, 0], [2, 0, 0, 0], [0; 4], [0; 4]]);
 }
 
 #[test]

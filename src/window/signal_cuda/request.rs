@@ -157,25 +157,17 @@ mod tests {
 
     #[test]
     fn what_is_out_of_range_is_refused_by_name() {
-        let refused = |signal: Signal, pads: &[u64], slot| {
-            signal.args(&place(pads, slot)).expect_err("out of range").message
-        };
-        assert_eq!(
-            refused(Signal::Barrier, &[1; 9], 0),
-            "9 ranks cannot signal each other between GPUs; 8 is the most"
-        );
-        assert_eq!(
-            refused(Signal::Put(Rank(3)), &[1; 3], 0),
-            "rank 3 is outside the group of 3 ranks"
-        );
-        assert_eq!(
-            refused(Signal::Wait(Rank(40)), &[1; 3], 0),
-            "rank 40 is outside the group of 3 ranks"
-        );
-        assert_eq!(
-            refused(Signal::Barrier, &[1; 2], SLOTS),
-            "channel 4194304 is out of range; the last one is 4194303"
-        );
+        let many = "9 ranks cannot signal each other between GPUs; 8 is the most";
+        let channel = "channel 4194304 is out of range; the last one is 4194303";
+        for (signal, ranks, slot, why) in [
+            (Signal::Barrier, 9, 0, many),
+            (Signal::Put(Rank(3)), 3, 0, "rank 3 is outside the group of 3 ranks"),
+            (Signal::Wait(Rank(40)), 3, 0, "rank 40 is outside the group of 3 ranks"),
+            (Signal::Barrier, 2, SLOTS, channel),
+        ] {
+            let error = signal.args(&place(&[1; 9][..ranks], slot)).expect_err("out of range");
+            assert_eq!(error.message, why);
+        }
     }
 
     #[test]

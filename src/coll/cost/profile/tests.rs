@@ -79,7 +79,7 @@ fn the_algorithm_chooses_the_curve() {
 
 #[test]
 fn faults_are_sentences() {
-    let cases: [(&str, Change); 19] = [
+    let cases: [(&str, Change); 18] = [
         ("it is not a profile: its \"format\" is not \"torch_symm profile\"", |v| {
             v["format"] = json!("bench")
         }),
@@ -118,13 +118,6 @@ fn faults_are_sentences() {
                 v["groups"][0]["curves"][0]["bytes"] = json!([4096, 1024]);
             },
         ),
-        (
-            "groups of 4 ranks: all_reduce by inline: a time of -4 µs; it must be above 0 and at \
-             most 1000000000",
-            |v| {
-                v["groups"][0]["curves"][0]["us"][0] = json!(-4.0);
-            },
-        ),
         ("groups of 4 ranks: stream_bytes is 0; from 1 to 1125899906842624 are possible", |v| {
             v["groups"][0]["stream_bytes"] = json!(0)
         }),
@@ -151,24 +144,19 @@ fn files_are_named() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("mine.json");
     let error = Profile::load(&path).expect_err("it is not there");
-    assert!(error.kind == ErrorKind::Config && error.message.contains("mine.json"), "{error}");
-    assert!(
-        Profile::load(folder.path())
-            .expect_err("a folder")
-            .message
-            .ends_with("it is not a regular file")
-    );
+    error.assert_says(ErrorKind::Config, &["mine.json"]);
+    let error = Profile::load(folder.path()).expect_err("a folder");
+    assert!(error.message.ends_with("it is not a regular file"), "{error}");
     std::fs::write(&path, "{}").expect("written");
-    assert!(
-        Profile::load(&path).expect_err("empty").message.contains("mine.json: it is not a profile")
-    );
+    let error = Profile::load(&path).expect_err("empty");
+    assert!(error.message.contains("mine.json: it is not a profile"), "{error}");
     std::fs::write(&path, right().to_string()).expect("written");
     let profile = Profile::load(&path).expect("right");
     let other: Hardware = serde_json::from_value(hardware(2)).expect("hardware");
     let error = accept(profile.clone(), &path, &other).expect_err("other hardware");
     let message = "was measured with 4 ranks on 4 cores of EPYC, shared memory; here there are 2 \
         ranks on 4 cores of EPYC, shared memory";
-    assert!(error.kind == ErrorKind::Config && error.message.contains(message), "{error}");
+    error.assert_says(ErrorKind::Config, &[message]);
     assert!(accept(profile.clone(), &path, &profile.hardware).is_ok());
 }
 

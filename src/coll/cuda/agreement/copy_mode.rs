@@ -176,12 +176,13 @@ mod tests {
     fn launch(control: &ControlBlock, number: u64, wanted: CopyMode) -> CopyDecision {
         launch_log::compare(control, number, &launch_log::tests::sum(4), Channel::Collectives)
             .expect("all ranks launch the same");
-        let own = TensorOffsets {
-            input: number * 100 + u64::from(control.rank().0),
-            output: number * 1000,
-            pulls: 1 << (control.rank().0 + 13),
-        };
-        decide(control, number, wanted, own)
+        decide(control, number, wanted, offsets(control.rank(), number))
+    }
+
+    /// The tensors of `rank` in call `number`.
+    fn offsets(rank: Rank, number: u64) -> TensorOffsets {
+        let input = number * 100 + u64::from(rank.0);
+        TensorOffsets { input, output: number * 1000, pulls: 1 << (rank.0 + 13) }
     }
 
     #[test]
@@ -193,16 +194,7 @@ mod tests {
             let first = launch(&controls[a], number, CopyMode::Direct);
             assert_eq!(first, CopyDecision { mode: CopyMode::Direct, earlier: Vec::new() });
             let second = launch(&controls[b], number, CopyMode::Staged);
-            let of = |rank: usize| {
-                (
-                    Rank(rank as u32),
-                    TensorOffsets {
-                        input: number * 100 + rank as u64,
-                        output: number * 1000,
-                        pulls: 1 << (rank + 13),
-                    },
-                )
-            };
+            let of = |rank: usize| (Rank(rank as u32), offsets(Rank(rank as u32), number));
             assert_eq!(second, CopyDecision { mode: CopyMode::Direct, earlier: vec![of(a)] });
             let mut both = vec![of(a), of(b)];
             both.sort_by_key(|(rank, _)| rank.0);

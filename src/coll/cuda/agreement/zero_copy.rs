@@ -238,11 +238,7 @@ mod tests {
         let error = launch(&controls[0], 2, false, Duration::from_millis(80))
             .expect_err("rank 1 has not settled it");
         assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
-        assert_eq!(error.kind, ErrorKind::Timeout);
-        assert!(
-            error.message.contains("for rank 1") && error.message.contains("CUDA collective #2"),
-            "{error}"
-        );
+        error.assert_says(ErrorKind::Timeout, &["for rank 1", "CUDA collective #2"]);
         assert!(!error.message.contains("rank 2"), "{error}");
     }
 

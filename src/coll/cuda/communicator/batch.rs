@@ -76,8 +76,7 @@ mod tests {
         {
             let error =
                 take_own(Rank(1), &mut sends.clone(), &mut receives.clone()).expect_err("no match");
-            assert_eq!(error.kind, ErrorKind::Value);
-            assert!(error.message.contains("rank 1 sends 1 messages to itself"), "{error}");
+            error.assert_says(ErrorKind::Value, &["rank 1 sends 1 messages to itself"]);
         }
     }
 

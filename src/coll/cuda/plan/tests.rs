@@ -1,36 +1,26 @@
 use super::*;
 use crate::coll::call::Span;
-use crate::dtype::ReduceOp;
-use crate::rank::Rank;
 
 fn call(op: Collective, dtype: DType, bytes: usize) -> CallSpec<'static> {
     // More spans than an all-to-all needs do no harm.
     let spans = vec![Span { addr: 0, bytes }; if op == Collective::AllToAll { 16 } else { 1 }];
-    CallSpec {
-        op,
-        dtype,
-        reduce_op: ReduceOp::Sum,
-        root: Rank(0),
-        factor: 1.0,
-        inputs: spans.clone().into(),
-        outputs: spans.into(),
-        call_site: None,
-    }
+    let (inputs, outputs) = (spans.clone().into(), spans.into());
+    CallSpec { op, dtype, inputs, outputs, ..CallSpec::barrier(None) }
+}
+
+/// Makes the conditions of rank 0 of `n` ranks, without a cube mesh and without zero-copy.
+pub(crate) fn conditions(n: usize, tuning: CudaThresholds) -> Conditions<'static> {
+    let layout = Box::leak(Box::new(ChannelLayout::new(n, 512 << 20).expect("fits")));
+    let tuning = Box::leak(Box::new(tuning));
+    Conditions { me: 0, n, layout, tuning, cube_mesh: false, zero_copy: false }
 }
 
 #[test]
 fn every_plan_fits_its_memory() {
     for n in 2..=16 {
-        let (layout, tuning) =
-            (ChannelLayout::new(n, 256 << 20).expect("fits"), CudaThresholds::of(n));
-        let conditions = Conditions {
-            me: 0,
-            n,
-            layout: &layout,
-            tuning: &tuning,
-            cube_mesh: n == 8,
-            zero_copy: false,
-        };
+        let layout = ChannelLayout::new(n, 256 << 20).expect("fits");
+        let conditions = conditions(n, CudaThresholds::of(n));
+        let conditions = Conditions { layout: &layout, cube_mesh: n == 8, ..conditions };
         for op in Collective::C10D {
             for shift in 0..33 {
                 for bytes in [1usize << shift, (1 << shift) + 1, (1 << shift) * 3 / 2] {
@@ -94,19 +84,9 @@ fn every_plan_fits_its_memory() {
 #[test]
 fn no_kernel_has_more_blocks_than_the_options_allow() {
     for (n, ctas) in [2, 3, 8].into_iter().flat_map(|n| [1, 16, 32].map(|ctas| (n, ctas))) {
-        let (layout, tuning) = (
-            ChannelLayout::new(n, 256 << 20).expect("fits"),
-            CudaThresholds { ctas, ..CudaThresholds::of(n) },
-        );
+        let usual = conditions(n, CudaThresholds { ctas, ..CudaThresholds::of(n) });
         let plans = |zero_copy| {
-            let conditions = Conditions {
-                me: 0,
-                n,
-                layout: &layout,
-                tuning: &tuning,
-                cube_mesh: false,
-                zero_copy,
-            };
+            let conditions = Conditions { zero_copy, ..usual };
             let sizes = (0..33).map(|shift| 3usize << shift);
             let of = move |bytes| {
                 [DType::BF16, DType::I32]
@@ -134,15 +114,7 @@ fn no_kernel_has_more_blocks_than_the_options_allow() {
 
 #[test]
 fn the_size_and_the_type_decide() {
-    let (layout, tuning) = (ChannelLayout::new(8, 256 << 20).expect("fits"), CudaThresholds::of(8));
-    let conditions = Conditions {
-        me: 0,
-        n: 8,
-        layout: &layout,
-        tuning: &tuning,
-        cube_mesh: false,
-        zero_copy: false,
-    };
+    let conditions = conditions(8, CudaThresholds::of(8));
     let plan = |op, dtype, bytes| choose(&call(op, dtype, bytes), &conditions);
     assert_eq!(plan(Collective::AllReduce, DType::BF16, 1024), CudaPlan::OneShot { blocks: 1 });
     assert_eq!(
@@ -166,12 +138,8 @@ fn no_processor_has_a_block_more_than_the_others() {
     for (n, processors, zero_copy) in
         [(2, 132, false), (2, 132, true), (2, 108, false), (3, 132, false), (4, 132, false)]
     {
-        let (layout, tuning) = (
-            ChannelLayout::new(n, 512 << 20).expect("fits"),
-            CudaThresholds { lanes: processors, ..CudaThresholds::of(n) },
-        );
-        let conditions =
-            Conditions { me: 0, n, layout: &layout, tuning: &tuning, cube_mesh: false, zero_copy };
+        let tuning = CudaThresholds { lanes: processors, ..CudaThresholds::of(n) };
+        let conditions = Conditions { zero_copy, ..conditions(n, tuning) };
         for op in [
             Collective::Broadcast,
             Collective::AllGather,
@@ -187,14 +155,10 @@ fn no_processor_has_a_block_more_than_the_others() {
                 CudaPlan::Nothing
                 | CudaPlan::ReduceLowLatency { .. }
                 | CudaPlan::OneShot { .. }
-                | CudaPlan::TwoShot { .. } => {
-                    panic!("{op:?} is long")
-                }
-                CudaPlan::CubeMesh { .. }
+                | CudaPlan::TwoShot { .. }
+                | CudaPlan::CubeMesh { .. }
                 | CudaPlan::NormOneShot { .. }
-                | CudaPlan::NormRows { .. } => {
-                    panic!("{op:?} is none of these")
-                }
+                | CudaPlan::NormRows { .. } => panic!("{op:?} is long and no norm"),
             };
             assert!(
                 blocks.is_multiple_of(processors as u32),
@@ -207,16 +171,7 @@ fn no_processor_has_a_block_more_than_the_others() {
 #[test]
 fn a_broadcast_to_a_single_other_rank_is_one_message() {
     for (n, long) in [(2, "exchange_staged"), (3, "rsag_staged")] {
-        let (layout, tuning) =
-            (ChannelLayout::new(n, 256 << 20).expect("fits"), CudaThresholds::of(n));
-        let conditions = Conditions {
-            me: 0,
-            n,
-            layout: &layout,
-            tuning: &tuning,
-            cube_mesh: false,
-            zero_copy: false,
-        };
+        let conditions = conditions(n, CudaThresholds::of(n));
         let name =
             |bytes| choose(&call(Collective::Broadcast, DType::BF16, bytes), &conditions).name();
         assert_eq!((name(1 << 10), name(64 << 20)), ("exchange_low_latency", long), "{n} ranks");
@@ -225,16 +180,8 @@ fn a_broadcast_to_a_single_other_rank_is_one_message() {
 
 #[test]
 fn short_all_reduces_of_a_cube_mesh_keep_to_its_edges() {
-    let (layout, tuning) = (ChannelLayout::new(8, 256 << 20).expect("fits"), CudaThresholds::of(8));
-    let with = Conditions {
-        me: 0,
-        n: 8,
-        layout: &layout,
-        tuning: &tuning,
-        cube_mesh: true,
-        zero_copy: false,
-    };
-    let without = Conditions { cube_mesh: false, ..with };
+    let without = conditions(8, CudaThresholds::of(8));
+    let with = Conditions { cube_mesh: true, ..without };
     let plan = |op, dtype, bytes| choose(&call(op, dtype, bytes), &with);
     for dtype in [DType::BF16, DType::F64, DType::I8, DType::F8E4M3FN] {
         assert_eq!(plan(Collective::AllReduce, dtype, 8), CudaPlan::CubeMesh { blocks: 1 });
@@ -253,16 +200,8 @@ fn short_all_reduces_of_a_cube_mesh_keep_to_its_edges() {
 
 #[test]
 fn long_messages_alone_are_zero_copy() {
-    let layout = ChannelLayout::new(8, 256 << 20).expect("fits");
     let tuning = CudaThresholds { zero_copy_two_shot_bytes: 1 << 20, ..CudaThresholds::of(8) };
-    let without = Conditions {
-        me: 0,
-        n: 8,
-        layout: &layout,
-        tuning: &tuning,
-        cube_mesh: false,
-        zero_copy: false,
-    };
+    let without = conditions(8, tuning);
     let with = Conditions { zero_copy: true, ..without };
     for (op, bytes, name) in [
         (Collective::AllGather, 1 << 10, "exchange_low_latency"),

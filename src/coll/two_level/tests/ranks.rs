@@ -44,7 +44,7 @@ impl Choice {
     }
 }
 
-pub(super) fn layout(nodes: &[u8]) -> NodeMap {
+pub(crate) fn layout(nodes: &[u8]) -> NodeMap {
     let place = |node: &u8| RankLocation::on(&format!("node{node}"));
     NodeMap::of(&nodes.iter().map(place).collect::<Vec<_>>())
 }
@@ -53,11 +53,11 @@ pub(super) fn read(span: Span) -> Vec<u8> {
     if span.bytes == 0 {
         return vec![];
     }
-    // SAFETY: the spans of plans belong to live buffers of this length.
+    // SAFETY: the spans of plans and of rails belong to live buffers of this length.
     unsafe { std::slice::from_raw_parts(span.addr as *const u8, span.bytes) }.to_vec()
 }
 
-pub(super) fn write(bytes: &[u8], to: Span) {
+pub(crate) fn write(bytes: &[u8], to: Span) {
     assert_eq!(bytes.len(), to.bytes, "lengths fit");
     // SAFETY: as above; no other code has a reference.
     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to.addr as *mut u8, bytes.len()) }
@@ -445,56 +445,36 @@ fn lengths(calls: &[CallSpec<'_>]) -> MessageLengths {
     }
 }
 
+/// Returns the bytes that `node` sends to each of `n` nodes, and where it receives theirs.
+pub(crate) fn moved(transfer: &RailOp<Span>, node: usize, n: usize) -> (Vec<Vec<u8>>, Vec<Span>) {
+    let pieces = |whole: Span, lengths: &[usize]| -> Vec<Span> {
+        assert_eq!(whole.bytes, lengths.iter().sum::<usize>(), "all of it");
+        let start = |at: usize| whole.addr + lengths[..at].iter().sum::<usize>();
+        (0..n).map(|at| Span { addr: start(at), bytes: lengths[at] }).collect()
+    };
+    match transfer {
+        RailOp::AllGather { from, to } => (vec![read(*from); n], pieces(*to, &vec![from.bytes; n])),
+        RailOp::AllToAll { from, sent, to, received } => {
+            (pieces(*from, sent).into_iter().map(read).collect(), pieces(*to, received))
+        }
+        RailOp::Broadcast { root, at } => {
+            let sent = if node == *root { read(*at) } else { vec![] };
+            let mut received = vec![Span { bytes: 0, ..*at }; n];
+            received[*root] = *at;
+            (vec![sent; n], received)
+        }
+    }
+}
+
 /// Runs one transfer of a rail.
 fn transferred(all: &[RailOp<Span>]) {
-    let cut = |addr: usize, lengths: &[usize], at: usize| Span {
-        addr: addr + lengths[..at].iter().sum::<usize>(),
-        bytes: lengths[at],
-    };
-    match &all[0] {
-        RailOp::AllGather { .. } => {
-            let given: Vec<Vec<u8>> = all
-                .iter()
-                .map(|transfer| {
-                    let RailOp::AllGather { from, .. } = transfer else {
-                        panic!("{transfer:?} beside an all_gather")
-                    };
-                    read(*from)
-                })
-                .collect();
-            assert!(given.iter().all(|bytes| bytes.len() == given[0].len()), "equal lengths");
-            for transfer in all {
-                let RailOp::AllGather { to, .. } = transfer else { unreachable!() };
-                write(&given.concat(), *to);
-            }
-        }
-        RailOp::AllToAll { .. } => {
-            let parts = |transfer: &RailOp<Span>| {
-                let RailOp::AllToAll { from, sent, .. } = transfer else {
-                    panic!("{transfer:?} beside an all_to_all")
-                };
-                assert_eq!(from.bytes, sent.iter().sum::<usize>(), "sends all");
-                (0..sent.len()).map(|at| read(cut(from.addr, sent, at))).collect::<Vec<_>>()
-            };
-            let given: Vec<Vec<Vec<u8>>> = all.iter().map(parts).collect();
-            for (me, transfer) in all.iter().enumerate() {
-                let RailOp::AllToAll { to, received, .. } = transfer else { unreachable!() };
-                assert_eq!(to.bytes, received.iter().sum::<usize>(), "receives all");
-                given
-                    .iter()
-                    .enumerate()
-                    .for_each(|(from, parts)| write(&parts[me], cut(to.addr, received, from)));
-            }
-        }
-        RailOp::Broadcast { root, .. } => {
-            let at = |transfer: &RailOp<Span>| {
-                let RailOp::Broadcast { at, .. } = transfer else {
-                    panic!("{transfer:?} beside a broadcast")
-                };
-                *at
-            };
-            let given = read(at(&all[*root]));
-            all.iter().for_each(|transfer| write(&given, at(transfer)));
+    let kind = std::mem::discriminant(&all[0]);
+    assert!(all.iter().all(|other| std::mem::discriminant(other) == kind), "{all:?}");
+    let n = all.len();
+    let moved: Vec<_> = (0..n).map(|node| moved(&all[node], node, n)).collect();
+    for (me, (_, received)) in moved.iter().enumerate() {
+        for ((sent, _), to) in moved.iter().zip(received) {
+            write(&sent[me], *to);
         }
     }
 }

@@ -1,6 +1,8 @@
 //! Ranks of several nodes as threads of one process, with rails in memory.
 
 use crate::coll::call::Span;
+use crate::coll::two_level::step::RailOp;
+use crate::coll::two_level::tests::ranks::{moved, write};
 use crate::control::{Identity, ParentGroup};
 use crate::error::{Error, Result};
 use crate::group::join::control_block;
@@ -74,35 +76,14 @@ impl Transports for ThreadMemory {
     }
 }
 
-/// The pieces of `whole` of these `lengths`, one behind the other.
-fn pieces(whole: Span, lengths: &[usize]) -> Vec<Span> {
-    assert_eq!(whole.bytes, lengths.iter().sum::<usize>());
-    let mut end = whole.addr;
-    let mut piece = |&bytes: &usize| {
-        end += bytes;
-        Span { addr: end - bytes, bytes }
-    };
-    lengths.iter().map(&mut piece).collect()
-}
-
-/// The bytes of `span`, which are staging of a rail.
-fn staged(span: Span) -> Vec<u8> {
-    if span.bytes == 0 {
-        return vec![];
-    }
-    // SAFETY: `span` is a rail's staging, which lives as long as the rail's transfers; no other
-    // transfer writes it meanwhile.
-    unsafe { std::slice::from_raw_parts(span.ptr(), span.bytes) }.to_vec()
-}
-
 impl ThreadRail {
-    fn start(
-        &self,
-        parts: Vec<Vec<u8>>,
-        kind: (u8, usize),
-        wanted: Vec<Span>,
-        manner: Manner<'_>,
-    ) -> Result<Work> {
+    fn start(&self, transfer: &RailOp<Span>, manner: Manner<'_>) -> Result<Work> {
+        let kind = match transfer {
+            RailOp::AllGather { from, .. } => (0, from.bytes),
+            RailOp::AllToAll { .. } => (1, 0),
+            RailOp::Broadcast { at, .. } => (2, at.bytes),
+        };
+        let (parts, wanted) = moved(transfer, self.node, self.nodes);
         let keep = manner.keep.expect("a rail moves its staging").clone();
         assert!(manner.overlap && manner.timeout.is_some());
         let number = self.begun.fetch_add(1, Ordering::Relaxed);
@@ -124,8 +105,7 @@ impl ThreadRail {
 
 impl Transport for ThreadRail {
     fn all_gather(&self, from: Span, to: Span, manner: Manner<'_>) -> Result<Work> {
-        let wanted = pieces(to, &vec![from.bytes; self.nodes]);
-        self.start(vec![staged(from); self.nodes], (0, from.bytes), wanted, manner)
+        self.start(&RailOp::AllGather { from, to }, manner)
     }
 
     fn all_to_all(
@@ -136,19 +116,12 @@ impl Transport for ThreadRail {
         received: &[usize],
         manner: Manner<'_>,
     ) -> Result<Work> {
-        self.start(
-            pieces(from, sent).into_iter().map(staged).collect(),
-            (1, 0),
-            pieces(to, received),
-            manner,
-        )
+        let (sent, received) = (sent.to_vec(), received.to_vec());
+        self.start(&RailOp::AllToAll { from, sent, to, received }, manner)
     }
 
     fn broadcast(&self, root: usize, at: Span, manner: Manner<'_>) -> Result<Work> {
-        let part = if self.node == root { staged(at) } else { vec![] };
-        let mut wanted = vec![Span { addr: at.addr, bytes: 0 }; self.nodes];
-        wanted[root] = at;
-        self.start(vec![part; self.nodes], (2, at.bytes), wanted, manner)
+        self.start(&RailOp::Broadcast { root, at }, manner)
     }
 }
 
@@ -171,15 +144,8 @@ impl Pending for Round {
         drop(rounds);
         for (sent, wanted) in all.iter().zip(&self.wanted) {
             assert_eq!(sent.kind, all[0].kind, "Gloo would end the process");
-            assert_eq!(sent.parts[self.node].len(), wanted.bytes, "Gloo would end the process");
-            // SAFETY: `_keep` owns this staging, and nothing else uses it until the transfer ends.
-            unsafe {
-                std::ptr::copy_nonoverlapping(
-                    sent.parts[self.node].as_ptr(),
-                    wanted.ptr(),
-                    wanted.bytes,
-                )
-            };
+            // The rail's staging, which nothing else uses until the transfer ends.
+            write(&sent.parts[self.node], *wanted);
         }
         Ok(true)
     }

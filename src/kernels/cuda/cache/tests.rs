@@ -1,7 +1,6 @@
-#![allow(unsafe_code, reason = "tests change the process's mask of new files")]
-
 use super::entry::HEADER;
 use super::*;
+use crate::sys::fork::tests::{forked, status_of};
 use std::fs::{Permissions, set_permissions};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
@@ -201,28 +200,12 @@ fn threads_and_processes_write_the_same_entries_at_once() {
     let temporary = tempfile::tempdir().expect("a folder");
     let folder = Folder::new(&place(&temporary));
     let large: Vec<u8> = (0..100_000_u32).map(|at| (at * 7) as u8).collect();
-    let children: Vec<i32> = (0..4)
-        .map(|_| {
-            // SAFETY: the child calls only the code under test, which allocates (glibc repairs
-            // malloc in a child), and `_exit`.
-            let child = unsafe { libc::fork() };
-            if child == 0 {
-                // SAFETY: `_exit` takes any code.
-                unsafe { libc::_exit(i32::from(!work(&folder, &large))) };
-            }
-            child
-        })
-        .collect();
+    let children = [(); 4].map(|()| forked(|| work(&folder, &large)));
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..8).map(|_| scope.spawn(|| work(&folder, &large))).collect();
         assert!(threads.into_iter().all(|thread| thread.join().expect("no panic")));
     });
-    for child in children {
-        let mut status = -1;
-        // SAFETY: `status` is valid for a write; `child` is a child of this process.
-        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
-        assert_eq!(status, 0);
-    }
+    assert_eq!(children.map(status_of), [0; 4]);
     assert_eq!(
         std::fs::read_dir(place(&temporary)).expect("a folder").count(),
         2,
@@ -235,8 +218,9 @@ fn everything_that_shapes_the_code_is_in_its_key() {
     let program = Program { name: "a/b", text: "text" };
     let headers = [Header { name: "h.cuh", text: "header" }];
     let options = ["--gpu-architecture=sm_90".to_owned(), "-DX=1".to_owned()];
+    let usual = || CacheKey::of((13, 0), &program, &headers, &options);
     let mut keys = [
-        CacheKey::of((13, 0), &program, &headers, &options),
+        usual(),
         CacheKey::of((12, 0), &program, &headers, &options),
         CacheKey::of((13, 0), &Program { text: "text ", ..program }, &headers, &options),
         CacheKey::of((13, 0), &Program { name: "a/c", ..program }, &headers, &options),
@@ -246,11 +230,7 @@ fn everything_that_shapes_the_code_is_in_its_key() {
         CacheKey::of((13, 0), &program, &headers, &options[..1]),
     ]
     .map(|key| key.file());
-    assert_eq!(
-        keys[0],
-        CacheKey::of((13, 0), &program, &headers, &options).file(),
-        "the same for the same"
-    );
+    assert_eq!(keys[0], usual().file(), "the same for the same");
     assert!(keys.iter().all(|name| name.len() == 64 + ".cubin".len()));
     keys.sort();
     assert!(keys.windows(2).all(|pair| pair[0] != pair[1]));

@@ -15,17 +15,18 @@ pub(crate) fn sum(bytes: usize) -> CallSpec<'static> {
     let (op, dtype) = (Collective::AllReduce, DType::F32);
     CallSpec { op, dtype, inputs, outputs, ..CallSpec::barrier(None) }
 }
+
+/// The launch of rank 0's send to rank 1, or of rank 1's receive.
+fn end(send: bool, number: u64, bytes: u64) -> MessageLaunch {
+    MessageLaunch { send, peer: Rank(u32::from(send)), number, bytes }
+}
+
 #[test]
 fn ranks_that_disagree_on_recording_hear_of_it() {
     let [one, two] = controls();
     compare(&one, 1, &sum(4), Channel::CapturedCollectives).expect("alone so far");
     let error = compare(&two, 1, &sum(4), Channel::Collectives).expect_err("on another channel");
-    assert_eq!(error.kind, ErrorKind::Mismatch);
-    assert!(
-        error.message.contains("to run at once")
-            && error.message.contains("to be recorded into a graph"),
-        "{error}"
-    );
+    error.assert_says(ErrorKind::Mismatch, &["to run at once", "to be recorded into a graph"]);
     assert_eq!(one.failure().map(|failure| failure.kind), Some(ErrorKind::Mismatch));
 }
 
@@ -81,12 +82,6 @@ fn p3_a_death_that_kernels_wait_through_says_how_far_both_ranks_had_come() {
 // proves P7
 #[test]
 fn both_ends_of_a_message_are_compared_whoever_comes_first() {
-    let end = |send: bool, number: u64, bytes: u64| MessageLaunch {
-        send,
-        peer: Rank(u32::from(send)),
-        number,
-        bytes,
-    };
     for sender_first in [true, false] {
         let [one, two] = controls();
         for number in 1..=40 {
@@ -101,11 +96,9 @@ fn both_ends_of_a_message_are_compared_whoever_comes_first() {
             compare_transfer(&two, end(false, 41, 12)).expect("the other end has not come");
             compare_transfer(&one, end(true, 41, 8)).expect_err("another length")
         };
-        assert_eq!(error.kind, ErrorKind::Mismatch);
-        assert!(
-            error.message.contains("sends 8 bytes")
-                && error.message.contains("expects 12, as CUDA message #41"),
-            "{error}"
+        error.assert_says(
+            ErrorKind::Mismatch,
+            &["sends 8 bytes", "expects 12, as CUDA message #41"],
         );
     }
 }
@@ -113,12 +106,6 @@ fn both_ends_of_a_message_are_compared_whoever_comes_first() {
 #[test]
 fn a_sender_far_ahead_is_not_compared() {
     let [one, two] = controls();
-    let end = |send: bool, number: u64, bytes: u64| MessageLaunch {
-        send,
-        peer: Rank(u32::from(send)),
-        number,
-        bytes,
-    };
     (1..=100).for_each(|number| {
         compare_transfer(&one, end(true, number, number)).expect("alone so far")
     });
@@ -135,11 +122,7 @@ fn a_rank_that_leaves_what_others_have_launched_fails_the_group() {
     two.note_departure("");
     abandon(&two);
     let error = one.failure().expect("rank 0 waits in vain");
-    assert_eq!(error.kind, ErrorKind::Peer);
-    assert!(
-        error.message.contains("rank 1") && error.message.contains("after 1 CUDA collectives"),
-        "{error}"
-    );
+    error.assert_says(ErrorKind::Peer, &["rank 1", "after 1 CUDA collectives"]);
 }
 
 #[test]
@@ -150,8 +133,7 @@ fn a_launch_without_a_rank_that_has_left_is_refused() {
     abandon(&two);
     compare(&one, 1, &sum(4), Channel::Collectives).expect("it launched that before it left");
     let error = compare(&one, 2, &sum(4), Channel::Collectives).expect_err("it never will");
-    assert_eq!(error.kind, ErrorKind::Peer);
-    assert!(error.message.contains("left the group") && error.message.contains("#2"), "{error}");
+    error.assert_says(ErrorKind::Peer, &["left the group", "#2"]);
 }
 
 #[test]
