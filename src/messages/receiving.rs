@@ -155,7 +155,11 @@ impl Messages {
         let Some(wire) = state.wire(peer) else { return };
         if let Some(first) = wire.lost() {
             drop(state);
-            self.health.fail(first);
+            // Both directions report the end of a connection. If no message waits, the peer has
+            // left, which is no failure.
+            if is_urgent {
+                self.health.fail(first);
+            }
             return;
         }
         wire.phase = LinkState::Lost(cause.clone());

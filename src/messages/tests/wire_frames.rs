@@ -6,7 +6,7 @@ use crate::coll::call::Span;
 use crate::coll::message::{Message, MessageSpec};
 use crate::completion::Completion;
 use crate::dtype::DType;
-use crate::error::{ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::messages::Messages;
 use crate::messages::frame::{self, Frame};
 use crate::messages::links::Links;
@@ -15,6 +15,7 @@ use crate::node_map::NodeMap;
 use crate::rank::Rank;
 use crate::transport::{Buffer, Transport, Work};
 use std::collections::VecDeque;
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -207,6 +208,25 @@ fn what_a_rank_has_sent_is_read_before_its_connection_ends() {
         let text = "lost its connection to rank 0 (node \"node0\", pid 7)";
         assert!(error.message.contains(text), "{error}");
     });
+}
+
+#[test]
+fn the_end_of_a_connection_is_a_failure_only_if_a_message_needs_it() {
+    let (alone, mut data) = (Alone::new(), [0; 10]);
+    // A send to a peer that has left and a receive from it both report the end.
+    for _ in 0..2 {
+        alone.messages.fail_peer(PEER, Error::peer("closed"));
+        assert_eq!(alone.messages.health.error(), None);
+    }
+    let (told, outcome) = channel();
+    let completion = Completion::new(move |outcome, _| told.send(outcome).expect("awaited"));
+    alone
+        .messages
+        .recv(Alone::message(&mut data), Duration::from_secs(60), completion)
+        .expect("begun");
+    let error = outcome.recv().expect("called").expect_err("the peer has left");
+    error.assert_says(ErrorKind::Peer, &["has lost its connection to rank 1", "closed"]);
+    assert_eq!(alone.messages.health.error(), Some(error));
 }
 
 /// Returns once `seen` is true.
