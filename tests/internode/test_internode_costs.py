@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from launch import run_nodes
+from launch import on_nodes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 ENVIRONMENT = {"SYMM_COST_PROFILE": "0"}
 
 
-def prices(rank: int, world_size: int) -> None:
+@on_nodes(2, 2, env=ENVIRONMENT)
+def test_a_dimension_across_nodes_has_the_price_of_the_network() -> None:
     from torch_symm import dtensor
 
     os.environ["LOCAL_WORLD_SIZE"] = "2"
@@ -42,11 +43,8 @@ def prices(rank: int, world_size: int) -> None:
     assert dtensor.allreduce_cost(2**-10, whole, 0) == pytest.approx(inner + 6.6 + 20 + (1 << 20) / 12500)
 
 
-def test_a_dimension_across_nodes_has_the_price_of_the_network() -> None:
-    run_nodes(prices, (2, 2), env=ENVIRONMENT)
-
-
-def plans(rank: int, world_size: int) -> None:
+@on_nodes(2, 2, env=ENVIRONMENT)
+def test_plans_prefer_the_dimension_inside_a_node() -> None:
     from torch_symm import dtensor
 
     os.environ["LOCAL_WORLD_SIZE"] = "2"
@@ -73,7 +71,3 @@ def plans(rank: int, world_size: int) -> None:
         dtensor.enable_cost_model(network=(0.0, 1.0))
     assert dtensor.MeshTopoInfo.build_from_mesh(mesh).mesh_dim_latency[0] != 100.0
     dist.barrier()
-
-
-def test_plans_prefer_the_dimension_inside_a_node() -> None:
-    run_nodes(plans, (2, 2), env=ENVIRONMENT)

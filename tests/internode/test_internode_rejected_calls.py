@@ -11,7 +11,7 @@ import test_coalescing
 import torch
 import torch.distributed as dist
 from faults.rejections import freed, overlapping
-from launch import run_nodes
+from launch import on_nodes, run_nodes
 
 
 def test_an_exception_ends_a_block() -> None:
@@ -24,7 +24,8 @@ def test_one_limit_for_all_parts_of_a_block() -> None:
     run_nodes(test_coalescing.one_limit, (1, 1))
 
 
-def corrects_later(rank: int, world_size: int) -> None:
+@on_nodes(2, 1)
+def test_a_refused_message_does_not_count_once_its_rank_has_made_another_call(rank: int, world_size: int) -> None:
     """Rank 0 rejects a message of rank 2, which is notified, and makes another call before the right one."""
     for peer in (0, 2):
         dist.send(torch.ones(1), 2 - peer) if rank == peer else dist.recv(torch.ones(1), peer) if rank != 1 else None
@@ -65,7 +66,3 @@ def corrects_later(rank: int, world_size: int) -> None:
             assert refused != "send" or bool((long == 0).all())
         if between == "receive" and rank != 1:
             dist.send(torch.ones(1), 0, tag=100 + turn) if rank == 2 else work.wait()
-
-
-def test_a_refused_message_does_not_count_once_its_rank_has_made_another_call() -> None:
-    run_nodes(corrects_later, (2, 1))
