@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from typing import Any
 
 import ranks
@@ -30,6 +32,31 @@ def run_nodes(
     kwargs.setdefault("backend", None)
     world, each = sum(layout), tuple(settings) or ({},) * sum(layout)
     return ranks.run_ranks(_on_node, world, fn, tuple(layout), choice, timeout, each, args, timeout=120, **kwargs)
+
+
+def on_nodes(*layout: int, **settings: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test whose body runs on nodes with these numbers of ranks, or those of the test's parameter ``layout``.
+
+    ``settings``: of ``run_nodes``. The body may have the parameters ``rank`` and ``world_size``.
+    """
+
+    def as_test(body: Callable[..., None]) -> Callable[..., None]:
+        wanted = list(signature(body).parameters)
+        given = [name for name in wanted if name not in ("rank", "world_size", "layout")]
+
+        @wraps(body)
+        def test(**values: Any) -> None:
+            def on_rank(rank: int, world_size: int) -> None:
+                known = {"rank": rank, "world_size": world_size, **values}
+                body(**{name: known[name] for name in wanted})
+
+            run_nodes(on_rank, layout or values["layout"], **settings)
+
+        names = given if layout else [*given, "layout"]
+        test.__signature__ = Signature([Parameter(n, Parameter.KEYWORD_ONLY) for n in names])  # type: ignore[attr-defined]
+        return test
+
+    return as_test
 
 
 def _on_node(

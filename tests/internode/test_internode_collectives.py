@@ -147,7 +147,3 @@ def test_reductions_of_every_type_and_length(dtypes: Sequence[torch.dtype]) -> N
         for op, dtype in [(op, dtype) for op, dtype in SERVED if dtype in dtypes]:
             long_sum(two_level((2, 2)), op, dtype, PERIOD, 4)
         run_nodes(every_op, (2, 2), (2, 2), dtypes)
-
-
-def test_nodes_of_a_layout() -> None:
-    assert nodes_of((2, 3, 1)) == [0, 0, 1, 1, 1, 2]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch_symm
-from launch import run_nodes
+from launch import on_nodes, run_nodes
 from test_groups import assert_nothing_left, resources
 
 
@@ -26,7 +26,8 @@ def total(group: dist.ProcessGroup | None = None) -> float:
     return tensor.item()
 
 
-def subgroups(rank: int, world_size: int) -> None:
+@on_nodes(2, 2)
+def test_groups_of_ranks_here_and_there(rank: int) -> None:
     assert total() == 10
     for members in ([0, 1], [1, 2], [0, 1, 3], [3]):
         group = dist.new_group(members)
@@ -35,6 +36,18 @@ def subgroups(rank: int, world_size: int) -> None:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     assert total(mesh["shard"].get_group()) == (3 if rank < 2 else 7)
     assert total(mesh["replicate"].get_group()) == (4 if rank % 2 == 0 else 6)
+    assert f'node "{"ba"[rank // 2]}"' in torch_symm.describe()
+    with pytest.raises(
+        torch_symm.SymmConfigError, match=r'several nodes: node "a" \(ranks 0 and 1\), node "b".*intra_node_group'
+    ):
+        symm_mem.rendezvous(symm_mem.empty(16, device="cpu"), dist.group.WORLD.group_name)
+    neighbour = rank ^ 1
+    if rank < neighbour:
+        dist.send(torch.full((3,), float(rank)), neighbour)
+    else:
+        got = torch.zeros(3)
+        assert dist.recv(got, neighbour) == neighbour and got.tolist() == [float(neighbour)] * 3
+    assert total() == 10, "a refusal leaves the group alone"
     node = torch_symm.intra_node_group()
     assert dist.get_process_group_ranks(node) == ([0, 1] if rank < 2 else [2, 3])
     assert torch_symm.intra_node_group() is node and total(node) == (3 if rank < 2 else 7)
@@ -42,11 +55,8 @@ def subgroups(rank: int, world_size: int) -> None:
     assert torch_symm.intra_node_group() is not node and total(torch_symm.intra_node_group()) == (3 if rank < 2 else 7)
 
 
-def test_groups_of_ranks_here_and_there() -> None:
-    run_nodes(subgroups, (2, 2))
-
-
-def other_members(rank: int, world_size: int) -> None:
+@on_nodes(2, 2)
+def test_ranks_that_list_other_members_are_refused(rank: int) -> None:
     # Each rank lists a group of both nodes, then one of its own node.
     for here, there in (([0, 2], [1, 3]), ([0, 1], [2, 3])):
         if rank in (0, 3):
@@ -60,11 +70,8 @@ def other_members(rank: int, world_size: int) -> None:
     assert total() == 10
 
 
-def test_ranks_that_list_other_members_are_refused() -> None:
-    run_nodes(other_members, (2, 2))
-
-
-def keys_of_a_failed_join(rank: int, world_size: int) -> None:
+@on_nodes(2, 2)
+def test_a_failed_join_leaves_the_records_of_a_node_that_misses_a_rank(rank: int, world_size: int) -> None:
     store: Any = dist.distributed_c10d._get_default_store()
 
     def ours() -> set[str]:
@@ -92,36 +99,9 @@ def keys_of_a_failed_join(rank: int, world_size: int) -> None:
     assert ours() == left
 
 
-def test_a_failed_join_leaves_the_records_of_a_node_that_misses_a_rank() -> None:
-    run_nodes(keys_of_a_failed_join, (2, 2))
-
-
-def monitored_in_a_child(rank: int, world_size: int) -> None:
-    whole: Any = dist.group.WORLD
-    store: Any = dist.distributed_c10d._get_default_store()
-    backend = whole._get_backend(torch.device("cpu"))
-    ranks.meet("joined", rank, world_size)
-    if rank == 0:
-        before = store.num_keys()
-        child = os.fork()
-        if child == 0:
-            try:
-                backend.monitored_barrier()
-            except torch_symm.SymmConfigError:
-                os._exit(0)
-            finally:
-                os._exit(1)
-        assert os.waitpid(child, 0)[1] == 0
-        assert store.num_keys() == before
-    ranks.meet("refused", rank, world_size)
-    backend.monitored_barrier()
-
-
-def test_a_monitored_barrier_in_a_forked_child_leaves_no_key() -> None:
-    run_nodes(monitored_in_a_child, (1, 1))
-
-
-def merged(rank: int, world_size: int) -> None:
+@pytest.mark.skipif(not hasattr(dist.ProcessGroup, "merge_remote_group"), reason="this torch cannot merge groups")
+@on_nodes(2, 2)
+def test_groups_of_several_nodes_merge(rank: int, world_size: int) -> None:
     limit = timedelta(seconds=20)
     whole: Any = dist.group.WORLD
     members = [0, 1] if rank < 2 else [2, 3]
@@ -133,71 +113,41 @@ def merged(rank: int, world_size: int) -> None:
     assert tensor.item() == 10 and again.size() == world_size
 
 
-@pytest.mark.skipif(not hasattr(dist.ProcessGroup, "merge_remote_group"), reason="this torch cannot merge groups")
-def test_groups_of_several_nodes_merge() -> None:
-    run_nodes(merged, (2, 2))
-
-
-def described(rank: int, world_size: int) -> str:
-    return torch_symm.describe()
-
-
-def test_every_rank_describes_the_other_nodes() -> None:
-    texts = run_nodes(described, (2, 2))
-    assert all('node "b"' in text for text in texts[:2]) and all('node "a"' in text for text in texts[2:]), texts
-
-
 def on_one_of_two_nodes(rank: int) -> None:
     os.environ["SYMM_TEST_NODE"] = "ab"[rank]
     os.environ.pop("SYMM_INTER_NODE_BACKEND", None)
 
 
-def test_nodes_are_connected_unless_that_is_refused() -> None:
-    def connected(rank: int, world_size: int) -> None:
-        on_one_of_two_nodes(rank)
+@pytest.mark.ranks(2, backend=None, env={"GLOO_SOCKET_IFNAME": "lo"})
+@pytest.mark.parametrize("refusing", [(), (0, 1), (1,)], ids=str)
+def test_nodes_are_connected_unless_a_rank_refuses(rank: int, world_size: int, refusing: tuple[int, ...]) -> None:
+    on_one_of_two_nodes(rank)
+    if not refusing:
         ranks.init(rank, world_size)
         assert total() == 3
-
-    ranks.run_ranks(connected, 2, backend=None, env={"GLOO_SOCKET_IFNAME": "lo"})
-
-    def refused(rank: int, world_size: int) -> None:
-        on_one_of_two_nodes(rank)
+        return
+    if rank in refusing:
         os.environ["SYMM_INTER_NODE_BACKEND"] = "none"
-        with pytest.raises(
-            torch_symm.SymmConfigError,
-            match=r'different nodes \("a" and "b", .*rank 0 has SYMM_INTER_NODE_BACKEND=none or '
-            'inter_node_backend="none", auto on',
-        ):
-            ranks.init(rank, world_size)
-
-    ranks.run_ranks(refused, 2, backend=None)
+    why = (
+        rf'different nodes \("a" and "b", .*rank {refusing[0]} has SYMM_INTER_NODE_BACKEND=none or '
+        'inter_node_backend="none", auto on'
+    )
+    with pytest.raises(torch_symm.SymmConfigError, match=why):
+        ranks.init(rank, world_size)
 
 
-def test_one_rank_that_refuses_is_enough() -> None:
-    def differ(rank: int, world_size: int) -> None:
-        on_one_of_two_nodes(rank)
-        if rank == 1:
-            os.environ["SYMM_INTER_NODE_BACKEND"] = "none"
-        with pytest.raises(torch_symm.SymmConfigError, match="rank 1 has SYMM_INTER_NODE_BACKEND=none"):
-            ranks.init(rank, world_size)
-
-    ranks.run_ranks(differ, 2, backend=None)
-
-
-def test_nodes_that_did_not_meet_in_time_meet_at_the_next_attempt() -> None:
-    def late(rank: int, world_size: int) -> None:
-        on_one_of_two_nodes(rank)
-        store = ranks.file_store("default", world_size)
-        if rank == 0:
-            with pytest.raises(torch_symm.SymmTimeoutError, match="for rank 1 to join"):
-                dist.init_process_group("symm", store=store, rank=0, world_size=2, timeout=timedelta(seconds=0.5))
-            store.set("failed", "")
-        else:
-            store.wait(["failed"], timedelta(seconds=30))
-        dist.init_process_group("symm", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
-        assert total() == 3
-
-    ranks.run_ranks(late, 2, backend=None, env={"GLOO_SOCKET_IFNAME": "lo"})
+@pytest.mark.ranks(2, backend=None, env={"GLOO_SOCKET_IFNAME": "lo"})
+def test_nodes_that_did_not_meet_in_time_meet_at_the_next_attempt(rank: int, world_size: int) -> None:
+    on_one_of_two_nodes(rank)
+    store = ranks.file_store("default", world_size)
+    if rank == 0:
+        with pytest.raises(torch_symm.SymmTimeoutError, match="for rank 1 to join"):
+            dist.init_process_group("symm", store=store, rank=0, world_size=2, timeout=timedelta(seconds=0.5))
+        store.set("failed", "")
+    else:
+        store.wait(["failed"], timedelta(seconds=30))
+    dist.init_process_group("symm", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
+    assert total() == 3
 
 
 def test_a_forked_child_reads_its_own_settings() -> None:
@@ -227,7 +177,8 @@ def in_a_child(use: Callable[[], object]) -> str:
     return answer
 
 
-def forks(rank: int, world_size: int) -> None:
+@on_nodes(1, 1)
+def test_a_forked_child_cannot_use_the_group_and_leaves_it_alone(rank: int, world_size: int) -> None:
     backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     tensor, got = torch.full((4,), 1.0 + rank), torch.zeros(2)
     dist.barrier()
@@ -273,40 +224,33 @@ def forks(rank: int, world_size: int) -> None:
         dist.recv(got, 0)
         dist.send(got, 0, tag=5)
     assert bool((tensor == 3).all())
-    dist.barrier()
+    backend.monitored_barrier()
 
 
-def test_a_forked_child_cannot_use_the_group_and_leaves_it_alone() -> None:
-    run_nodes(forks, (1, 1))
-
-
-def test_options_choose_for_later_groups_too() -> None:
-    def chosen(rank: int, world_size: int) -> None:
-        on_one_of_two_nodes(rank)
-        os.environ["SYMM_INTER_NODE_BACKEND"] = "none"
-        store = ranks.file_store("default", world_size)
-        options = torch_symm.Options(timeout=30, inter_node_backend="gloo")
-        dist.init_process_group("symm", store=store, rank=rank, world_size=world_size, pg_options=options)
-        assert total() == 3 and total(dist.new_group([0, 1])) == 3
-
-    ranks.run_ranks(chosen, 2, backend=None, env={"GLOO_SOCKET_IFNAME": "lo"})
-
-
-def choose(rank: int, world_size: int, option: str, usual: str, other: str, differing: int) -> str:
-    options = torch_symm.Options(**{option: other if rank >= differing else usual})
-    with pytest.raises(torch_symm.SymmConfigError) as caught:
-        dist.new_group(list(range(world_size)), pg_options=options)
-    return str(caught.value)
+@pytest.mark.ranks(2, backend=None, env={"GLOO_SOCKET_IFNAME": "lo"})
+def test_options_choose_for_later_groups_too(rank: int, world_size: int) -> None:
+    on_one_of_two_nodes(rank)
+    os.environ["SYMM_INTER_NODE_BACKEND"] = "none"
+    store = ranks.file_store("default", world_size)
+    options = torch_symm.Options(timeout=30, inter_node_backend="gloo")
+    dist.init_process_group("symm", store=store, rank=rank, world_size=world_size, pg_options=options)
+    assert total() == 3 and total(dist.new_group([0, 1])) == 3
 
 
 @pytest.mark.parametrize(
     ("option", "usual", "other", "differing"), [("order", "rank", "tree", 2), ("reduce_dtype", "tensor", "float32", 3)]
 )
-def test_ranks_that_choose_differently_are_told_at_joining(option: str, usual: str, other: str, differing: int) -> None:
-    for text in run_nodes(choose, (2, 2), option, usual, other, differing):
-        assert 'rank 0 (node "a", pid' in text and f'has {option}="{usual}"' in text, text
-        assert f'rank {differing} (node "b", pid' in text, text
-        assert f'has {option}="{other}"; give torch_symm.Options({option}=' in text, text
+@on_nodes(2, 2)
+def test_ranks_that_choose_differently_are_told_at_joining(
+    rank: int, world_size: int, option: str, usual: str, other: str, differing: int
+) -> None:
+    options = torch_symm.Options(**{option: other if rank >= differing else usual})
+    with pytest.raises(torch_symm.SymmConfigError) as caught:
+        dist.new_group(list(range(world_size)), pg_options=options)
+    text = str(caught.value)
+    assert 'rank 0 (node "a", pid' in text and f'has {option}="{usual}"' in text, text
+    assert f'rank {differing} (node "b", pid' in text, text
+    assert f'has {option}="{other}"; give torch_symm.Options({option}=' in text, text
 
 
 @pytest.mark.parametrize("choice", ["nccl", "auto"])
@@ -317,61 +261,26 @@ def test_cpu_tensors_go_through_gloo_under_every_choice(choice: str) -> None:
     run_nodes(summed, (1, 1), choice=choice)
 
 
-def test_one_node_is_one_group() -> None:
-    def one(rank: int, world_size: int) -> None:
-        assert total() == 3
-        received = torch.zeros(1)
-        if rank == 0:
-            dist.send(torch.ones(1), 1)
-        else:
-            dist.recv(received, 0)
-            assert received.item() == 1
-
-    run_nodes(one, (2,))
-
-
-def what_is_not_there(rank: int, world_size: int) -> None:
-    with pytest.raises(
-        torch_symm.SymmConfigError, match=r'several nodes: node "a" \(ranks 0 and 1\), node "b".*intra_node_group'
-    ):
-        symm_mem.rendezvous(symm_mem.empty(16, device="cpu"), dist.group.WORLD.group_name)
-    neighbour = rank ^ 1
-    if rank < neighbour:
-        dist.send(torch.full((3,), float(rank)), neighbour)
-    else:
-        got = torch.zeros(3)
-        assert dist.recv(got, neighbour) == neighbour and got.tolist() == [float(neighbour)] * 3
-    assert total() == 10, "a refusal leaves the group alone"
-
-
-def test_what_is_not_there_is_refused_by_name() -> None:
-    run_nodes(what_is_not_there, (2, 2))
-
-
-def left_in_the_store(rank: int, world_size: int) -> None:
+@on_nodes(2, 2)
+def test_groups_leave_no_keys_in_the_store(rank: int, world_size: int) -> None:
     store = ranks.file_store("default", world_size)
-    group = dist.new_group([0, 1, 2, 3])
-    assert total(group) == total() == 10
-    # The first rank to join may read before the others have removed their keys.
-    dist.barrier()
-    ranks.meet("joined", rank, world_size)
-    until = time.monotonic() + 10
-    while (keys := [key for key in store.list_keys() if "symm-rail" in key]) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not keys, keys
 
+    def soon_without(unwanted: Callable[[str], bool]) -> None:
+        until = time.monotonic() + 10
+        while (keys := [key for key in store.list_keys() if unwanted(key)]) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not keys, keys
 
-def test_addresses_of_rails_are_taken_back_from_the_store() -> None:
-    run_nodes(left_in_the_store, (2, 2))
-
-
-def messages_leave_nothing(rank: int, world_size: int) -> None:
-    store = ranks.file_store("default", world_size)
     dist.barrier()
     ranks.meet("joined", rank, world_size)
     before = set(store.list_keys())
     ranks.meet("seen", rank, world_size)
     group = dist.new_group([0, 1, 2, 3])
+    assert total(group) == total() == 10
+    # The first rank to join may read before the others have removed the addresses of their rails.
+    dist.barrier()
+    ranks.meet("used", rank, world_size)
+    soon_without(lambda key: "symm-rail" in key)
     peer = (rank + 2) % 4
     for count in (3, 100_000):
         work = dist.isend(torch.ones(count), peer, group=group)
@@ -379,32 +288,25 @@ def messages_leave_nothing(rank: int, world_size: int) -> None:
         assert work is not None
         work.wait()
     # This message goes only in one direction.
-    dist.send(torch.ones(3), 3, group=group) if rank == 0 else dist.recv(
-        torch.empty(3), 0, group=group
-    ) if rank == 3 else None
+    if rank == 0:
+        dist.send(torch.ones(3), 3, group=group)
+    elif rank == 3:
+        dist.recv(torch.empty(3), 0, group=group)
     dist.destroy_process_group(group)
     ranks.meet("left", rank, world_size)
-    until = time.monotonic() + 10
-    while (keys := set(store.list_keys()) - before) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not keys, keys
+    soon_without(lambda key: key not in before)
 
 
-def test_groups_that_have_sent_messages_leave_no_keys() -> None:
-    run_nodes(messages_leave_nothing, (2, 2))
-
-
+@on_nodes(2, 2, env={"TORCH_GLOO_LAZY_INIT": "1"})
 def test_gloo_that_connects_later_finds_its_addresses() -> None:
-    def late(rank: int, world_size: int) -> None:
-        group = dist.new_group([0, 1, 2, 3])
-        tensor = torch.ones(100_000)
-        dist.all_reduce(tensor, group=group)
-        assert bool((tensor == 4).all())
-
-    run_nodes(late, (2, 2), env={"TORCH_GLOO_LAZY_INIT": "1"})
+    group = dist.new_group([0, 1, 2, 3])
+    tensor = torch.ones(100_000)
+    dist.all_reduce(tensor, group=group)
+    assert bool((tensor == 4).all())
 
 
-def come_and_go(rank: int, world_size: int) -> None:
+@on_nodes(2, 2)
+def test_groups_leave_no_thread_and_no_descriptor() -> None:
     for _ in range(2):
         dist.destroy_process_group(dist.new_group())
     before = resources()
@@ -421,7 +323,3 @@ def come_and_go(rank: int, world_size: int) -> None:
     while any(name.startswith("thread symm-") for name in resources()) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not any(name.startswith("thread symm-") for name in resources()), resources()
-
-
-def test_groups_leave_no_thread_and_no_descriptor() -> None:
-    run_nodes(come_and_go, (2, 2))

@@ -1,23 +1,24 @@
-"""Sends and receives between ranks of different nodes."""
+"""Sends and receives between ranks of different nodes, also in blocks, and after a rejected argument."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import re
 import signal
 import time
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ranks
+import test_coalescing
 import torch
 import torch.distributed as dist
 import torch_symm
-from launch import run_nodes
+from faults.rejections import freed, overlapping
+from launch import on_nodes, run_nodes
 from torch_symm import _backends
 
 import messages
@@ -35,7 +36,8 @@ def test_every_scenario(layout: tuple[int, ...], which: str) -> None:
     run_nodes(messages.run_all, layout, which)
 
 
-def meet_in_a_circle(rank: int, world_size: int) -> None:
+@on_nodes(1, 1, 1)
+def test_links_that_are_made_at_once_do_not_wait_for_each_other(rank: int, world_size: int) -> None:
     """Over torch's TCPStore, with one connection per process."""
     dist.destroy_process_group()
     before, make = (rank - 1) % world_size, _backends.make
@@ -60,51 +62,13 @@ def meet_in_a_circle(rank: int, world_size: int) -> None:
     dist.destroy_process_group()
 
 
-def test_links_that_are_made_at_once_do_not_wait_for_each_other() -> None:
-    run_nodes(meet_in_a_circle, (1, 1, 1))
-
-
-def pipeline(rank: int, world_size: int) -> list[float]:
-    """Micro-batches move forwards through all ranks and back, several in progress, with collectives between them."""
-    torch.manual_seed(rank)
-    weight = torch.rand(16, 16) / 16
-    outputs, works = [], []
-    for micro in range(6):
-        value = torch.full((4, 16), float(micro + 1))
-        if rank > 0:
-            dist.recv(value, rank - 1, tag=micro)
-        value = value @ weight
-        if rank < world_size - 1:
-            works.append((dist.isend(value, rank + 1, tag=micro), value))
-        outputs.append(value)
-    gradients = []
-    for micro in reversed(range(6)):
-        gradient = torch.ones(4, 16)
-        if rank < world_size - 1:
-            dist.recv(gradient, rank + 1, tag=100 + micro)
-        gradient = gradient @ weight.t()
-        if rank > 0:
-            works.append((dist.isend(gradient, rank - 1, tag=100 + micro), gradient))
-        gradients.append(gradient)
-    for work, _ in works:
-        assert work is not None
-        work.wait()
-    total = torch.stack([*outputs, *gradients]).sum().reshape(1)
-    dist.all_reduce(total)
-    return total.tolist()
-
-
-def test_a_pipeline_over_nodes_has_the_values_of_one_node() -> None:
-    here = ranks.run_ranks(pipeline, 4)
-    there = run_nodes(pipeline, (2, 2))
-    assert there[0] == there[3] and there[0] == pytest.approx(here[0], rel=1e-5)
-
-
 def held() -> tuple[int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
-def threads(rank: int, world_size: int) -> None:
+@pytest.mark.timed
+@on_nodes(2, 2)
+def test_messages_need_few_threads_and_leave_nothing_behind(rank: int) -> None:
     dist.barrier()
     joined = held()
     group = dist.new_group()
@@ -129,12 +93,8 @@ def threads(rank: int, world_size: int) -> None:
     assert held() <= joined, (joined, both, used)
 
 
-@pytest.mark.timed
-def test_messages_need_few_threads_and_leave_nothing_behind() -> None:
-    run_nodes(threads, (2, 2))
-
-
-def stopped(rank: int, world_size: int) -> None:
+@on_nodes(1, 1)
+def test_a_peer_that_was_stopped_goes_on(rank: int) -> None:
     got = torch.zeros(300_000)
     if rank == 0:
         dist.send(torch.ones(1), 1)
@@ -152,30 +112,8 @@ def stopped(rank: int, world_size: int) -> None:
     os.waitpid(child, 0)
 
 
-def test_a_peer_that_was_stopped_goes_on() -> None:
-    run_nodes(stopped, (1, 1))
-
-
-def anew(rank: int, world_size: int) -> None:
-    with contextlib.suppress(dist.DistBackendError):
-        if rank == 0:
-            dist.recv(torch.zeros(2), 1)
-        else:
-            dist.send(torch.zeros(3), 0)
-            dist.barrier()
-    ranks.meet("failed", rank, world_size)
-    dist.destroy_process_group()
-    ranks.init(rank, world_size, name="again")
-    got = torch.zeros(2)
-    dist.send(torch.ones(2), 0) if rank else dist.recv(got, 1)
-    assert rank or got.tolist() == [1, 1]
-
-
-def test_a_new_group_serves_after_a_failure() -> None:
-    run_nodes(anew, (1, 1))
-
-
-def over_one_store(rank: int, world_size: int) -> None:
+@on_nodes(1, 2, expect_killed=[2])
+def test_a_new_group_over_the_same_store_reads_nothing_of_the_old_one(rank: int, world_size: int) -> None:
     """Survivors of a killed rank make the default group again over the same store."""
     tensor, make = torch.full((4,), float(rank)), _backends.make
     store = ranks.file_store("default", world_size)
@@ -206,11 +144,8 @@ def over_one_store(rank: int, world_size: int) -> None:
     dist.destroy_process_group()
 
 
-def test_a_new_group_over_the_same_store_reads_nothing_of_the_old_one() -> None:
-    run_nodes(over_one_store, (1, 2), expect_killed=[2])
-
-
-def recorded(rank: int, world_size: int) -> None:
+@on_nodes(2, 2)
+def test_the_trace_names_the_peer_by_its_global_rank(rank: int) -> None:
     """The trace names the peer by its global rank, also for a receive that named none."""
     group = dist.new_group([1, 2, 3])
     if rank == 1:
@@ -228,51 +163,51 @@ def recorded(rank: int, world_size: int) -> None:
     assert found == (set(), of_1, of_2, {(1, True, 0, "completed")})[rank]
 
 
-def test_the_trace_names_the_peer_by_its_global_rank() -> None:
-    run_nodes(recorded, (2, 2))
-
-
-def differ(rank: int, world_size: int, count: int) -> str | None:
-    dist.barrier()
-    if rank == 0:
-        work = dist.isend(torch.ones(count), 1, tag=3)
-        ranks.meet("over", rank, world_size)
-        del work
-        return None
-    tensor = torch.full((count + 1,), 7.0)
-    with pytest.raises(torch_symm.SymmMismatchError) as caught:
-        dist.recv(tensor, 0, tag=3)
-    assert bool((tensor == 7).all()), "nothing was written"
-    ranks.meet("over", rank, world_size)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("count", [4, 500_000])
-def test_lengths_that_differ_are_an_error_of_the_receiver(count: int) -> None:
-    text = run_nodes(differ, (1, 1), count)[1]
-    assert f"sent {4 * count} bytes (float32, tag 3)" in text and f"expects {4 * count + 4} (float32)" in text
-    assert 'rank 0 (node "a", pid' in text and 'rank 1 (node "b", pid' in text
+@on_nodes(1, 1)
+def test_lengths_that_differ_are_an_error_of_the_receiver(rank: int, world_size: int, count: int) -> None:
+    dist.barrier()
+    tensor = torch.full((count + rank,), 7.0)
+    if rank == 0:
+        # The work lives until the other rank has ended its call.
+        work = dist.isend(torch.ones(count), 1, tag=3)
+    else:
+        with pytest.raises(torch_symm.SymmMismatchError) as caught:
+            dist.recv(tensor, 0, tag=3)
+        assert bool((tensor == 7).all()), "nothing was written"
+        text = str(caught.value)
+        assert f"sent {4 * count} bytes (float32, tag 3)" in text and f"expects {4 * count + 4} (float32)" in text
+        assert 'rank 0 (node "a", pid' in text and 'rank 1 (node "b", pid' in text
+    ranks.meet("over", rank, world_size)
+    assert rank or work is not None
 
 
 @pytest.mark.parametrize("sender", (1, 2))
-def test_a_length_that_differs_is_an_error_though_the_receive_names_nobody(sender: int) -> None:
-    def mismatched(rank: int, world_size: int) -> str:
-        # All have left the previous call, because a rank that is still in it would get the error there.
+@on_nodes(2, 2)
+def test_a_length_that_differs_is_an_error_though_the_receive_names_nobody(
+    rank: int, world_size: int, sender: int
+) -> None:
+    # All have left the previous call, because a rank that is still in it would get the error there.
+    dist.barrier()
+    ranks.meet("ready", rank, world_size)
+    with pytest.raises(
+        torch_symm.SymmMismatchError, match=rf"rank {sender} .*sent 20 bytes .* to rank 0 .*recv expects 16"
+    ):
+        if rank == sender:
+            dist.send(torch.ones(5), 0)
+        if rank == 0:
+            dist.recv(torch.zeros(4))
         dist.barrier()
-        ranks.meet("ready", rank, world_size)
-        with pytest.raises(torch_symm.SymmMismatchError) as caught:
-            if rank == sender:
-                dist.send(torch.ones(5), 0)
-            if rank == 0:
-                dist.recv(torch.zeros(4))
-            dist.barrier()
-        return str(caught.value)
-
-    for text in run_nodes(mismatched, (2, 2)):
-        assert re.search(rf"rank {sender} .*sent 20 bytes .* to rank 0 .*recv expects 16", text), text
 
 
-def late(rank: int, world_size: int, source: int | None, met: bool) -> tuple[str, str, float]:
+@pytest.mark.timed
+@pytest.mark.parametrize(
+    ("layout", "source", "met"),
+    [((1, 1), 1, False), ((1, 1), 1, True), ((1, 1), None, False), ((2, 2), None, False)],
+    ids=str,
+)
+@on_nodes(timeout=2)
+def test_a_timeout_names_the_peer_and_stands(rank: int, world_size: int, source: int | None, met: bool) -> None:
     """The last rank sends nothing; the others get the timeout, which persists."""
     tensor, last = torch.full((300_000,), 7.0), world_size - 1
     if met and rank in (0, last):
@@ -284,30 +219,18 @@ def late(rank: int, world_size: int, source: int | None, met: bool) -> tuple[str
             time.sleep(0.5)
             dist.barrier()
         dist.recv(tensor, source, tag=2)
-    took = time.monotonic() - begun
+    took, text = time.monotonic() - begun, str(caught.value)
     with pytest.raises(dist.DistBackendError) as again:
         dist.send(tensor, last if rank == 0 else 0)
     ranks.meet("over", rank, world_size)
-    return str(caught.value), str(again.value), took
-
-
-@pytest.mark.timed
-@pytest.mark.parametrize(
-    ("layout", "source", "met"),
-    [((1, 1), 1, False), ((1, 1), 1, True), ((1, 1), None, False), ((2, 2), None, False)],
-    ids=str,
-)
-def test_a_timeout_names_the_peer_and_stands(layout: tuple[int, ...], source: int | None, met: bool) -> None:
-    results = run_nodes(late, layout, source, met, timeout=2)
-    text, again, took = results[0]
-    # A receive from any rank accepts any type.
-    dtype = "" if source is None else "float32, "
-    assert f"recv(1200000 bytes, {dtype}tag 2)" in text and again == text and 1.9 < took < 10, text
     if source is None:
-        assert all("rank 0" in text and "recv(1200000 bytes" in text and "for any rank" in text for text, *_ in results)
-    else:
+        assert "rank 0" in text and "recv(1200000 bytes" in text and "for any rank" in text, text
+    elif rank == 0:
         why = "which did not send it" if met else "which has begun no message with it"
         assert text.endswith(why) and 'for rank 1 (node "b", pid' in text, text
+    # A receive from any rank accepts any type.
+    call = f"recv(1200000 bytes, {'' if source is None else 'float32, '}tag 2)"
+    assert rank > 0 or (call in text and str(again.value) == text and 1.9 < took < 10), text
 
 
 def die(rank: int, world_size: int, named: bool) -> tuple[str, float] | None:
@@ -338,8 +261,15 @@ def test_a_peer_that_dies_ends_the_message(layout: tuple[int, ...], named: bool)
     assert took < 5 and f"rank {last}" in text, text
 
 
-def ended(rank: int, world_size: int, way: str, source: int | None) -> None:
+@pytest.mark.timed
+@pytest.mark.parametrize(
+    ("layout", "way", "source"), [((1, 1), "abort", 1), ((2, 2), "abort", None), ((2, 2), "destroy", None)], ids=str
+)
+@on_nodes()
+def test_ending_the_group_releases_a_message(rank: int, world_size: int, way: str, source: int | None) -> None:
     dist.barrier()
+    # All have left the barrier, because a rank that is still in it would get the error there.
+    ranks.meet("begun", rank, world_size)
     if rank == 0:
         work = dist.irecv(torch.zeros(4), source)
         assert work is not None
@@ -355,15 +285,8 @@ def ended(rank: int, world_size: int, way: str, source: int | None) -> None:
     ranks.meet("over", rank, world_size)
 
 
-@pytest.mark.timed
-@pytest.mark.parametrize(
-    ("layout", "way", "source"), [((1, 1), "abort", 1), ((2, 2), "abort", None), ((2, 2), "destroy", None)], ids=str
-)
-def test_ending_the_group_releases_a_message(layout: tuple[int, ...], way: str, source: int | None) -> None:
-    run_nodes(ended, layout, way, source)
-
-
-def destroy(rank: int, world_size: int) -> None:
+@on_nodes(1, 1)
+def test_what_was_sent_arrives_though_its_sender_leaves(rank: int) -> None:
     """A rank that leaves right after its send has been read."""
     if rank == 0:
         dist.send(messages.numbers(15_000, 1), 1)
@@ -375,5 +298,54 @@ def destroy(rank: int, world_size: int) -> None:
     assert torch.equal(got, messages.numbers(15_000, 1))
 
 
-def test_what_was_sent_arrives_though_its_sender_leaves() -> None:
-    run_nodes(destroy, (1, 1))
+def test_an_exception_ends_a_block() -> None:
+    run_nodes(test_coalescing.after_exceptions, (1, 1), "symm")
+
+
+@pytest.mark.timed
+def test_one_limit_for_all_parts_of_a_block() -> None:
+    run_nodes(test_coalescing.one_limit, (1, 1))
+
+
+@on_nodes(2, 1)
+def test_a_refused_message_does_not_count_once_its_rank_has_made_another_call(rank: int, world_size: int) -> None:
+    """Rank 0 rejects a message of rank 2, which is notified, and makes another call before the right one."""
+    for peer in (0, 2):
+        dist.send(torch.ones(1), 2 - peer) if rank == peer else dist.recv(torch.ones(1), peer) if rank != 1 else None
+    for turn, (refused, between) in enumerate(product(("send", "recv", "any"), ("barrier", "message", "receive"))):
+        dist.barrier()
+        if rank == 0:
+            with pytest.raises((ValueError, RuntimeError)):
+                if refused == "send":
+                    dist.send(freed(), 2, tag=turn)
+                else:
+                    dist.recv(overlapping(), 2 if refused == "recv" else None, tag=turn)
+            time.sleep(0.2)
+        if between == "barrier":
+            dist.barrier()
+        elif between == "receive":
+            # A receive with a different tag: rank 2 is not notified that rank 0 has started it.
+            if rank == 0:
+                work = dist.irecv(torch.ones(1), 2, tag=100 + turn)
+            ranks.meet(f"begun-{turn}", rank, world_size)
+        elif rank < 2:
+            dist.send(torch.ones(1), 1) if rank == 0 else dist.recv(torch.ones(1), 0)
+        # Via rank 1, so that rank 2 arrives after the call.
+        if rank == 1:
+            dist.send(torch.ones(1), 2)
+        elif rank == 2:
+            dist.recv(torch.ones(1), 1)
+        # Rank 2 waits in a message of more than a chunk, because only such a send needs its receive.
+        long = torch.full((1 << 20,), float(rank))
+        if rank == 0:
+            time.sleep(0.2)
+            if refused == "send":
+                dist.send(long, 2, tag=turn)
+            else:
+                dist.recv(long, 2 if refused == "recv" else None, tag=turn)
+                assert bool((long == 2).all())
+        elif rank == 2:
+            dist.recv(long, 0, tag=turn) if refused == "send" else dist.send(long, 0, tag=turn)
+            assert refused != "send" or bool((long == 0).all())
+        if between == "receive" and rank != 1:
+            dist.send(torch.ones(1), 0, tag=100 + turn) if rank == 2 else work.wait()

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from launch import run_nodes
+from launch import on_nodes
 from norm_reference import rms_norm
 from test_all_reduce_add_rms_norm import EPS, Rows, every_form, ops
 
@@ -19,16 +19,13 @@ class NodeRows(Rows):
         return rms_norm(summed + self.residual, self.weight, EPS), summed + self.residual
 
 
-def forms(rank: int, world: int) -> None:
+@on_nodes(2, 1)
+def test_bits_are_those_of_separate_steps(rank: int, world_size: int) -> None:
     name = dist.group.WORLD.group_name
     for dtype in (torch.bfloat16, torch.float32):
         for shape in ((1, 8), (2, 64), (3, 4104), (40, 2048)):
-            every_form(rank, NodeRows(world, shape, dtype), name)
+            every_form(rank, NodeRows(world_size, shape, dtype), name)
     # Nodes that disagree on parameters that do not affect the all-reduce.
     rows = torch.ones(2, 64)
     with pytest.raises(torch_symm.SymmMismatchError, match=r"all_reduce_add_rms_norm\(2 × 64 × float32, eps 1e-6\)"):
         ops.all_reduce_add_rms_norm(rows, rows, torch.ones(64), 1e-6 if rank < 2 else 1e-5, name)
-
-
-def test_bits_are_those_of_separate_steps() -> None:
-    run_nodes(forms, [2, 1])

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from launch import run_nodes
+from launch import on_nodes
 
 #: The bytes that every call sends to each other node.
 SLOT = 4096
@@ -23,9 +22,10 @@ def grown(path: str, before: dict[str, Any]) -> Counts:
     return {key: count - old.get(key, 0) for key, count in new.items()}
 
 
-def collectives(rank: int, world_size: int) -> list[Counts]:
-    local = rank % 2
-    rail, other = f"gloo rail {local}", f"gloo rail {1 - local}"
+@on_nodes(2, 2)
+def test_rails_share_the_bytes_of_a_call(rank: int) -> None:
+    # Every call starts with one slot, on rail 0; the two rails of a node share the rest.
+    head, rail = SLOT * (rank % 2 == 0), f"gloo rail {rank % 2}"
     found = []
     for call in (
         lambda: dist.all_reduce(torch.ones(4)),
@@ -36,36 +36,26 @@ def collectives(rank: int, world_size: int) -> list[Counts]:
         before = torch_symm.stats()
         call()
         found.append(grown(rail, before))
+    short, long, broadcast, gathered = found
+    assert short == ({"calls": 1, "transfers": 1, "sent": SLOT, "received": SLOT} if head else {})
+    assert (long["calls"], long["sent"], long["received"]) == (1, (2 << 20) + head, (2 << 20) + head)
+    assert (broadcast["sent"], broadcast["received"])[rank // 2] == (2 << 20) + head
+    assert (broadcast["received"], broadcast["sent"])[rank // 2] == head
+    assert (gathered["sent"], gathered["received"]) == ((1 << 20) + head, (1 << 20) + head)
+    other = f"gloo rail {1 - rank % 2}"
     assert other not in torch_symm.stats()["inter_node"]["default"], "this rank has one rail"
-    return found
 
 
-def test_rails_share_the_bytes_of_a_call() -> None:
-    results = run_nodes(collectives, (2, 2))
-    slots = [SLOT, 0, SLOT, 0]
-    for rank, (short, long, broadcast, gathered) in enumerate(results):
-        head = slots[rank]
-        first = {"calls": 1, "transfers": 1, "sent": SLOT, "received": SLOT}
-        assert short == (first if head else {}), "a short call is one slot, on rail 0"
-        # Half of four megabytes in each direction.
-        assert (long["calls"], long["sent"], long["received"]) == (1, (2 << 20) + head, (2 << 20) + head)
-        assert (broadcast["sent"], broadcast["received"])[rank // 2] == (2 << 20) + head
-        assert (broadcast["received"], broadcast["sent"])[rank // 2] == head
-        assert (gathered["sent"], gathered["received"]) == ((1 << 20) + head, (1 << 20) + head)
-
-
-def three_nodes(rank: int, world_size: int) -> Counts:
+@on_nodes(1, 1, 1)
+def test_bytes_count_for_each_node_that_they_go_to() -> None:
     before = torch_symm.stats()
     dist.all_gather_into_tensor(torch.empty(3 << 16), torch.ones(1 << 16))
-    return grown("gloo rail 0", before)
+    count = grown("gloo rail 0", before)
+    assert count["sent"] == count["received"] == 2 * ((4 << 16) + SLOT)
 
 
-def test_bytes_count_for_each_node_that_they_go_to() -> None:
-    for count in run_nodes(three_nodes, (1, 1, 1)):
-        assert count["sent"] == count["received"] == 2 * ((4 << 16) + SLOT)
-
-
-def messages(rank: int, world_size: int) -> None:
+@on_nodes(2, 2)
+def test_messages_are_counted_by_their_peer(rank: int) -> None:
     before, size = torch_symm.stats(), 100_000
     peer = (rank + 2) % 4
     for _ in range(2):
@@ -83,11 +73,8 @@ def messages(rank: int, world_size: int) -> None:
     assert [path for path in paths if "rank" in path] == [f"gloo rank {peer}"], "a message on one node is none"
 
 
-def test_messages_are_counted_by_their_peer() -> None:
-    run_nodes(messages, (2, 2))
-
-
-def groups(rank: int, world_size: int) -> None:
+@on_nodes(2, 2)
+def test_each_group_has_counts_of_its_own() -> None:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     replicate, shard = (mesh[name].get_group() for name in ("replicate", "shard"))
     dist.all_reduce(torch.ones(4), group=shard)
@@ -98,8 +85,3 @@ def groups(rank: int, world_size: int) -> None:
     name = replicate.group_name
     dist.destroy_process_group(replicate)
     assert torch_symm.stats()["inter_node"][name] == counted[name], "counts stay"
-
-
-@pytest.mark.parametrize("layout", [(2, 2)], ids=str)
-def test_each_group_has_counts_of_its_own(layout: tuple[int, ...]) -> None:
-    run_nodes(groups, layout)

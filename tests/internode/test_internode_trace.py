@@ -15,7 +15,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch_symm
-from launch import run_nodes
+from launch import on_nodes, run_nodes
 from torch_symm.__main__ import main
 
 
@@ -74,39 +74,33 @@ def test_a_stopped_node_is_named_with_its_rail(count: int, capsys: pytest.Captur
     assert f": {waiting}, for " in report, report
 
 
-def come_late(rank: int, world_size: int, late: int) -> tuple[str, list[tuple[str, str]]] | None:
-    """The error of a call that one rank does not make, and its phase before that."""
-    dist.all_reduce(torch.ones(4))
-    ranks.meet("begun", rank, world_size)
-    if rank == late:
-        ranks.meet("over", rank, world_size)
-        return None
-    work = dist.all_reduce(torch.ones(4), async_op=True)
-    time.sleep(1)
-    seen = phases("started")
-    assert work is not None
-    with pytest.raises(torch_symm.SymmTimeoutError) as caught:
-        work.wait()
-    ranks.meet("over", rank, world_size)
-    return str(caught.value), seen
-
-
 @pytest.mark.timed
 @pytest.mark.parametrize(
     ("layout", "late", "node"),
     [((1, 1, 1), 2, 'node "c" (rank 2)'), ((1, 1, 1), 0, 'node "a" (rank 0)'), ((2, 1, 1), 2, 'node "b" (rank 2)')],
     ids=str,
 )
-def test_of_several_nodes_the_late_one_is_named(layout: tuple[int, ...], late: int, node: str) -> None:
-    results = run_nodes(come_late, layout, late, timeout=2)
-    for rank, (text, seen) in ((rank, result) for rank, result in enumerate(results) if rank != late):
+@on_nodes(timeout=2)
+def test_of_several_nodes_the_late_one_is_named(
+    rank: int, world_size: int, layout: tuple[int, ...], late: int, node: str
+) -> None:
+    dist.all_reduce(torch.ones(4))
+    ranks.meet("begun", rank, world_size)
+    if rank != late:
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        time.sleep(1)
+        seen = phases("started")
+        assert work is not None
+        with pytest.raises(torch_symm.SymmTimeoutError) as caught:
+            work.wait()
         # Any rank may fail first.
-        assert f"on rail 0, waiting for {node}" in text, text
+        assert f"on rail 0, waiting for {node}" in str(caught.value), caught.value
         waiting = "inside the node" if (layout, rank) == ((2, 1, 1), 1) else f"rail 0, waiting for {node}"
         assert seen == [("all_reduce", waiting)], (rank, seen)
+    ranks.meet("over", rank, world_size)
 
 
-def numbers(rank: int, world_size: int) -> None:
+def numbers() -> None:
     for _ in range(3):
         dist.all_reduce(torch.ones(50_000))
     calls = torch_symm.trace()["calls"][-3:]
@@ -119,7 +113,7 @@ def numbers(rank: int, world_size: int) -> None:
 
 def test_what_serves_a_call_inside_the_node_has_no_entry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def written(rank: int, world_size: int) -> str:
-        numbers(rank, world_size)
+        numbers()
         return json.dumps(torch_symm.trace())
 
     path = tmp_path / "trace.json"
@@ -130,12 +124,9 @@ def test_what_serves_a_call_inside_the_node_has_no_entry(tmp_path: Path, capsys:
     assert re.search(r"\): collective #(\d+) begun; last all_reduce\(.*\) #\1: completed", line), report
 
 
-def one_node(rank: int, world_size: int) -> None:
+@on_nodes(2, 2)
+def test_calls_on_one_node_have_no_phases() -> None:
     group = torch_symm.intra_node_group()
     dist.all_reduce(torch.ones(4), group=group)
     trace = torch_symm.trace()
     assert trace["calls"][-1]["phase"] is None and trace["groups"][-1]["other_nodes"] is None
-
-
-def test_calls_on_one_node_have_no_phases() -> None:
-    run_nodes(one_node, (2, 2))

@@ -35,11 +35,13 @@ def seeded(dtype: torch.dtype, shape: Sequence[int], seed: int) -> torch.Tensor:
     return (torch.randn(tuple(shape), generator=generator, dtype=torch.float64) * 4).to(dtype)
 
 
-def reduced(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float] = ()) -> torch.Tensor:
+def reduced(
+    op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float] = (), fold: Callable[..., torch.Tensor] = reduce
+) -> torch.Tensor:
     """The reduction of every rank's input, in rank order. ``factors``: of each rank, for PREMUL_SUM."""
     dtype = inputs[0].dtype
     if dtype in COMPLEX:
-        return torch.view_as_complex(reduced(op, [torch.view_as_real(x.contiguous()) for x in inputs], factors))
+        return torch.view_as_complex(reduced(op, [torch.view_as_real(x.contiguous()) for x in inputs], factors, fold))
     if dtype == torch.bool:
         return reduce(_BOOLS[op], inputs)
     if dtype in INTEGERS:
@@ -56,7 +58,7 @@ def reduced(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float] = 
         "MIN": lambda a, b: torch.where((b < a) | b.isnan(), b, a),
         "MAX": lambda a, b: torch.where((b > a) | b.isnan(), b, a),
     }[op]
-    result = reduce(combine, values)
+    result = fold(combine, values)
     if op == "AVG":
         result = result / torch.tensor(len(inputs), dtype=wide)
     return rounded(result, dtype)
@@ -64,19 +66,7 @@ def reduced(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float] = 
 
 def in_halves(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float] = ()) -> torch.Tensor:
     """The definition of ``order="tree"``: halves combine; one rounding, and for AVG one division, at the end."""
-    dtype = inputs[0].dtype
-    if op in (*BITWISE, "MIN", "MAX") or not (dtype.is_floating_point or dtype in COMPLEX):
-        return reduced(op, inputs, factors)
-    if dtype in COMPLEX:
-        return torch.view_as_complex(in_halves(op, [torch.view_as_real(x.contiguous()) for x in inputs], factors))
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    leaves = [x.to(wide) for x in inputs]
-    if op == "PREMUL_SUM":
-        leaves = [x * torch.tensor(factor, dtype=wide) for x, factor in zip(leaves, factors, strict=True)]
-    total = _halves(torch.mul if op == "PRODUCT" else torch.add, leaves)
-    if op == "AVG":
-        total = total / torch.tensor(len(inputs), dtype=wide)
-    return rounded(total, dtype)
+    return reduced(op, inputs, factors, reduce if op in ("MIN", "MAX") else _halves)
 
 
 def _halves(both: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -45,7 +45,7 @@ class Results(testing.Results):
 
 def file_store(name: str, world_size: int) -> torch_symm.FileStore:
     """A store that the ranks of this run share under ``name``."""
-    return torch_symm.FileStore(scratch / f"store-{name}", world_size)
+    return torch_symm.FileStore(testing.shared_tmp_path() / f"store-{name}", world_size)
 
 
 def init(rank: int, world_size: int, backend: str = "symm", timeout: float = 60, name: str = "default") -> None:
@@ -73,9 +73,10 @@ def free_port() -> int:
 
 def meet(name: str, rank: int, world_size: int, timeout: float = 30) -> None:
     """Returns once every rank has called it with this name; works without a group."""
-    (scratch / f"meet-{name}-{rank}").touch()
+    folder = testing.shared_tmp_path()
+    (folder / f"meet-{name}-{rank}").touch()
     deadline = time.monotonic() + timeout
-    while not all((scratch / f"meet-{name}-{r}").exists() for r in range(world_size)):
+    while not all((folder / f"meet-{name}-{r}").exists() for r in range(world_size)):
         if time.monotonic() > deadline:
             raise TimeoutError(f"not all ranks came to {name!r}")
         time.sleep(0.002)

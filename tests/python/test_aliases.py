@@ -11,7 +11,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 
 WORLD = 3
 #: Numbers of elements of a message that is inline, staged, and in several staged chunks.
@@ -126,23 +125,9 @@ def within(rank: int, count: int, device: str) -> None:
 # proves P8
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", (same_output, partly_the_same, beside_inputs, within))
-def test_outputs_that_share_memory(case: Callable[[int, int, str], None], device: str) -> None:
-    def body(rank: int, world: int) -> None:
-        if device == "cuda":
-            torch.cuda.set_device(rank)
-        for count in COUNTS:
-            case(rank, count, device)
-
-    run_ranks(body, WORLD)
-
-
-def test_gloo_does_the_same() -> None:
-    def body(rank: int, world: int) -> tuple[list[float], list[float]]:
-        got = torch.zeros(3)
-        dist.all_gather([got] * WORLD, given(rank, 3))
-        both = given(rank, 3)
-        dist.all_reduce_coalesced([both, both])
-        return got.tolist(), both.tolist()
-
-    answers = [run_ranks(body, WORLD, backend=backend) for backend in ("symm", "gloo")]
-    assert answers[0] == answers[1]
+@pytest.mark.ranks(WORLD)
+def test_outputs_that_share_memory(rank: int, case: Callable[[int, int, str], None], device: str) -> None:
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    for count in COUNTS:
+        case(rank, count, device)

@@ -58,7 +58,8 @@ def test_swapped_equal_calls_name_both_lines(asynchronous: bool) -> None:
         assert re.search(expected, texts[0]), (expected, texts[0])
 
 
-def monitored(rank: int, world: int) -> tuple[str, int]:
+@pytest.mark.ranks(2, env=SITE)
+def test_a_monitored_barrier_has_a_site_of_its_own(rank: int) -> None:
     """Calls from one line on all ranks pass; a plain barrier on one rank and a monitored one on the other do not."""
     dist.group.WORLD.monitored_barrier()
     here = sys._getframe().f_lineno
@@ -67,16 +68,9 @@ def monitored(rank: int, world: int) -> tuple[str, int]:
             dist.barrier()
         else:
             dist.group.WORLD.monitored_barrier()
-    return str(error.value), here
-
-
-def test_a_monitored_barrier_has_a_site_of_its_own() -> None:
-    for text, here in run_ranks(monitored, 2, env=SITE):
-        for rank, below in enumerate((5, 3)):
-            place = (
-                rf"rank {rank} \(pid \d+\) called barrier.* at \S*{re.escape(f'test_call_sites.py:{here + below}')}\b"
-            )
-            assert re.search(place, text), (place, text)
+    for number, below in enumerate((5, 3)):
+        place = re.escape(f"test_call_sites.py:{here + below}")
+        assert re.search(rf"rank {number} \(pid \d+\) called barrier.* at \S*{place}\b", str(error.value)), error.value
 
 
 def test_without_it_swapped_equal_calls_are_not_told_apart() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from ranks import init, meet, run_ranks
+from ranks import init, meet, on_threads, run_ranks
 
 # Imported before there is a group of symm, as programs do.
 from torch.distributed.distributed_c10d import _coalescing_manager
@@ -86,18 +85,7 @@ def within(keep: Keep) -> None:
 
 
 def on_a_thread(keep: Keep) -> None:
-    errors: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            recorded(keep)
-        except BaseException as error:
-            errors.append(error.with_traceback(None))
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-    raise errors.pop()
+    on_threads([lambda: recorded(keep)])
 
 
 def dropped(keep: Keep) -> None:
@@ -180,7 +168,8 @@ def test_an_exception_ends_a_block(backend: str) -> None:
     run_ranks(after_exceptions, 2, backend, backend=None)
 
 
-def under_detail(rank: int, world: int) -> None:
+@pytest.mark.ranks(2, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+def test_an_exception_ends_a_block_behind_torchs_wrapper(rank: int) -> None:
     for call in (recorded, on_a_thread):
         with pytest.raises(Left):
             call(lambda tensor: tensor)
@@ -188,11 +177,8 @@ def under_detail(rank: int, world: int) -> None:
         assert x.tolist() == [3.0] * 4
 
 
-def test_an_exception_ends_a_block_behind_torchs_wrapper() -> None:
-    run_ranks(under_detail, 2, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
-
-
-def another_backend(rank: int, world: int) -> None:
+@pytest.mark.ranks(2)
+def test_an_exception_leaves_other_backends_alone() -> None:
     """A group without symm behaves as torch defines it."""
     ours, theirs = dist.new_group(backend="symm"), dist.new_group(backend="gloo")
     state = dist.distributed_c10d._world.pg_coalesce_state
@@ -200,10 +186,6 @@ def another_backend(rank: int, world: int) -> None:
         with pytest.raises(Left), _coalescing_manager(group):
             raise Left
     assert ours not in state and state.pop(theirs) == []
-
-
-def test_an_exception_leaves_other_backends_alone() -> None:
-    run_ranks(another_backend, 2)
 
 
 def after_a_death(rank: int, world: int) -> None:

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import time
-import zlib
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
+from cases import Case
+from collectives import run
 from faults.resource_leaks import threads
 from ranks import run_ranks
 
 #: More threads than these nodes have cores, so that helpers start late, and ranks wait for them.
-THREADS = "3"
+THREADS = 3
+HELPED = {"SYMM_CPU_THREADS": str(THREADS)}
 #: Numbers of elements of a rank's part: an odd number, and whole chunks.
 COUNTS = (300_001, 1 << 19)
-
-
-def with_threads(threads: str) -> dict[str, str]:
-    """The ranks' environment."""
-    return {"SYMM_CPU_THREADS": threads}
 
 
 def helpers() -> int:
@@ -40,58 +36,30 @@ def come(count: int) -> None:
         time.sleep(0.001)
 
 
-def results(rank: int, world: int, threads: str) -> list[int]:
-    """The results of every long collective on numbers that reveal the order of a sum."""
-    found = []
-    for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.complex128):
-        for count in COUNTS:
-            generator = torch.Generator().manual_seed(7 * rank + count)
-            mine = (torch.randn(count * world, generator=generator) * 30).to(dtype)
-            whole, part = mine.clone(), torch.empty(count, dtype=dtype)
-            dist.all_reduce(whole)
-            dist.reduce_scatter_tensor(part, mine)
-            gathered, exchanged, root = torch.empty_like(mine), torch.empty_like(mine), mine.clone()
-            dist.all_gather_into_tensor(gathered, mine[:count])
-            dist.all_to_all_single(exchanged, mine)
-            dist.reduce(root, world - 1)
-            sent = mine.clone()
-            dist.broadcast(sent, 1)
-            lists = [torch.empty(count, dtype=dtype) for _ in range(world)] if rank == 0 else None
-            dist.gather(mine[:count], lists)
-            scattered = torch.empty(count, dtype=dtype)
-            dist.scatter(scattered, list(mine.chunk(world)) if rank == 0 else None)
-            found += [whole, part, gathered, exchanged, sent, scattered, *(lists or [])]
-            found += [root] if rank == world - 1 else []
-    come(int(threads) - 1)
-    dist.destroy_process_group()
-    return [checksum(tensor) for tensor in found]
-
-
-def checksum(tensor: torch.Tensor) -> int:
-    return zlib.crc32(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_bits_do_not_depend_on_helpers(world: int) -> None:
-    alone, helped = (
-        run_ranks(results, world, threads, timeout=120, env=with_threads(threads)) for threads in ("1", THREADS)
+@pytest.mark.ranks([2, 3], timeout=120, env=HELPED)
+def test_bits_do_not_depend_on_helpers(rank: int, world_size: int) -> None:
+    """They are those of the definition, as without helpers in ``test_collectives.py``."""
+    whole = ("all_reduce", "reduce", "broadcast")
+    parts = ("reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single", "gather", "scatter")
+    run(
+        (form, Case(rank, world_size, dtype, count * (world_size if form in whole else 1)))
+        for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.complex128)
+        for count in COUNTS
+        for form in (*whole, *parts)
     )
-    assert list(alone) == list(helped)
+    come(THREADS - 1)
 
 
-def ends(rank: int, world: int) -> int:
+@pytest.mark.ranks(2, env=HELPED)
+def test_helpers_end_when_there_is_nothing_to_do() -> None:
     dist.all_reduce(torch.ones(1000))
     assert helpers() == 0
-    come(int(THREADS) - 1)
+    come(THREADS - 1)
     dist.destroy_process_group()
     deadline = time.monotonic() + 30
     while helpers() and time.monotonic() < deadline:
         time.sleep(0.05)
-    return helpers()
-
-
-def test_helpers_end_when_there_is_nothing_to_do() -> None:
-    assert list(run_ranks(ends, 2, env=with_threads(THREADS))) == [0, 0]
+    assert helpers() == 0
 
 
 def killed(rank: int, world: int) -> str:
@@ -106,5 +74,5 @@ def killed(rank: int, world: int) -> str:
 
 
 def test_a_dead_rank_is_named() -> None:
-    outcome = run_ranks(killed, 3, expect_killed=(1,), env=with_threads(THREADS))
+    outcome = run_ranks(killed, 3, expect_killed=(1,), env=HELPED)
     assert all("rank 1 (pid" in outcome[rank] for rank in (0, 2))

@@ -28,7 +28,18 @@ def check_group(group: dist.ProcessGroup | None = None) -> None:
     assert tensor.item() == sum(members)
 
 
-def subsets(rank: int, world: int) -> None:
+@pytest.mark.ranks(4)
+def test_ranks_that_list_other_members_are_refused(rank: int) -> None:
+    if rank in (0, 3):
+        with pytest.raises(torch_symm.SymmConfigError) as refused:
+            dist.new_group([0, 1] if rank == 0 else [2, 3], timeout=timedelta(seconds=60))
+        for word in ("disagree on the members of group", "its rank 0 lists [0, 1]", "its rank 1 [2, 3]"):
+            assert word in str(refused.value)
+    check_group()
+
+
+@pytest.mark.ranks(4)
+def test_new_group_of_subsets(rank: int) -> None:
     # First, because torch's name for such a group contains the number of groups that the rank has.
     check_group(dist.new_group([rank - rank % 2, rank - rank % 2 + 1], use_local_synchronization=True))
     for members in ([0, 1], [3, 1], [2], [1, 2, 3], [3, 2, 1, 0]):
@@ -55,49 +66,19 @@ def subsets(rank: int, world: int) -> None:
     own, groups = dist.new_subgroups(2)
     check_group(own)
     assert len(groups) == 2
-
-
-def other_members(rank: int, world: int) -> None:
-    if rank in (0, 3):
-        with pytest.raises(torch_symm.SymmConfigError) as refused:
-            dist.new_group([0, 1] if rank == 0 else [2, 3], timeout=timedelta(seconds=60))
-        for word in ("disagree on the members of group", "its rank 0 lists [0, 1]", "its rank 1 [2, 3]"):
-            assert word in str(refused.value)
-    check_group()
-
-
-def test_ranks_that_list_other_members_are_refused() -> None:
-    run_ranks(other_members, 4)
-
-
-def test_new_group_of_subsets() -> None:
-    run_ranks(subsets, 4)
-
-
-def mesh(rank: int, world: int) -> None:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
-    check_group(grid["rows"].get_group())
-    check_group(grid["columns"].get_group())
-    assert grid["columns"].get_group().name() is not None
-    flat = grid._flatten()
-    check_group(flat.get_group())
+    for part in (grid["rows"], grid["columns"], grid._flatten()):
+        check_group(part.get_group())
 
 
-def test_device_mesh() -> None:
-    run_ranks(mesh, 4)
-
-
-def shrink(rank: int, world: int) -> None:
+@pytest.mark.ranks(2)
+def test_shrink_group_says_what_serves_instead(rank: int) -> None:
     with (
         pytest.raises(TypeError, match="does not support shrinking"),
         pytest.warns(torch_symm.SymmWarning, match=r"symm does not serve shrink_group\. .*dist\.new_group\(ranks\)"),
     ):
         dist.shrink_group([1 - rank])
     check_group()
-
-
-def test_shrink_group_says_what_serves_instead() -> None:
-    run_ranks(shrink, 2)
 
 
 def resources() -> Counter[str]:
@@ -143,7 +124,9 @@ def cycle(rank: int, asynchronous: bool) -> None:
     dist.destroy_process_group(group)
 
 
-def many_groups(rank: int, world: int) -> None:
+# proves P11, P17
+@pytest.mark.ranks(2)
+def test_200_groups_at_once(rank: int) -> None:
     check_group()
     for _ in range(5):
         cycle(rank, True)
@@ -160,12 +143,9 @@ def many_groups(rank: int, world: int) -> None:
     del groups, group
 
 
-# proves P11, P17
-def test_200_groups_at_once() -> None:
-    run_ranks(many_groups, 2)
-
-
-def many_cycles(rank: int, world: int) -> int:
+# proves P17
+@pytest.mark.ranks(2, timeout=100)
+def test_1000_cycles_leave_nothing(rank: int) -> None:
     for i in range(100):
         cycle(rank, i % 2 == 0)
     before, memory = resources(), resident()
@@ -174,27 +154,18 @@ def many_cycles(rank: int, world: int) -> int:
     growth = resident() - memory
     assert_nothing_left(before)
     assert growth < 16 << 20, f"{growth / 2**20:.1f} MB more after 1000 groups"
-    return growth
 
 
-# proves P17
-def test_1000_cycles_leave_nothing() -> None:
-    run_ranks(many_cycles, 2, timeout=100)
-
-
-def default_groups(rank: int, world: int) -> None:
+# proves P11
+@pytest.mark.ranks(2, backend=None)
+def test_default_groups_one_after_another(rank: int, world_size: int) -> None:
     for i in range(30):
-        init(rank, world, name=str(i))
+        init(rank, world_size, name=str(i))
         check_group()
         dist.destroy_process_group()
         if i == 4:
             before = resources()
     assert_nothing_left(before)
-
-
-# proves P11
-def test_default_groups_one_after_another() -> None:
-    run_ranks(default_groups, 2, backend=None)
 
 
 def spelled(rank: int, world: int) -> None:
@@ -223,19 +194,23 @@ def test_spellings(backend: str) -> None:
     run_ranks(spelled, 2, backend=backend)
 
 
-def new_groups_of_a_gloo_job(rank: int, world: int) -> None:
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_symm_group_in_a_gloo_job() -> None:
     group = dist.new_group(backend="symm")
     assert dist.get_backend(group) == "symm"
     check_group(group)
 
 
-def test_a_symm_group_in_a_gloo_job() -> None:
-    run_ranks(new_groups_of_a_gloo_job, 2, backend="gloo")
+@pytest.fixture
+def port() -> int:
+    return free_port()
 
 
-def over_torchs_store(rank: int, world: int, port: int) -> None:
-    store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timedelta(seconds=20), wait_for_workers=False)
-    dist.init_process_group("symm", store=store, rank=rank, world_size=world)
+@pytest.mark.ranks(3, backend=None)
+def test_stores(rank: int, world_size: int, port: int) -> None:
+    """``test_rendezvous_processes.py`` has the stores of this package."""
+    store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(seconds=20), wait_for_workers=False)
+    dist.init_process_group("symm", store=store, rank=rank, world_size=world_size)
     check_group()
     check_group(dist.new_group())
     dist.barrier()
@@ -248,12 +223,14 @@ def over_torchs_store(rank: int, world: int, port: int) -> None:
     dist.barrier()
 
 
-def test_stores() -> None:
-    """``test_rendezvous_processes.py`` has the stores of this package."""
-    run_ranks(over_torchs_store, 3, free_port(), backend=None)
+def of_one_hash_store() -> Callable[[], dist.Store]:
+    store = dist.HashStore()
+    return lambda: store
 
 
-def ranks_of_one_process(rank: int, world: int, make: Callable[[], Callable[[], dist.Store]]) -> None:
+@pytest.mark.parametrize("make", [of_one_hash_store, lambda: torch_symm.MemoryStore().clone], ids=["hash", "memory"])
+@pytest.mark.ranks(1, backend=None)
+def test_ranks_as_threads(make: Callable[[], Callable[[], dist.Store]]) -> None:
     """Such a store is local to one process: its ranks are threads, made through the backend's own class."""
     store = make()
     sums: list[float] = []
@@ -273,16 +250,6 @@ def ranks_of_one_process(rank: int, world: int, make: Callable[[], Callable[[], 
     assert sums == [3.0] * 3
 
 
-def of_one_hash_store() -> Callable[[], dist.Store]:
-    store = dist.HashStore()
-    return lambda: store
-
-
-@pytest.mark.parametrize("make", [of_one_hash_store, lambda: torch_symm.MemoryStore().clone], ids=["hash", "memory"])
-def test_ranks_as_threads(make: Callable[[], Callable[[], dist.Store]]) -> None:
-    run_ranks(ranks_of_one_process, 1, make, backend=None)
-
-
 def in_child(rank: int, world: int, children: int) -> None:
     for call in (
         lambda: dist.all_reduce(torch.ones(1)),
@@ -299,22 +266,19 @@ def in_child(rank: int, world: int, children: int) -> None:
     dist.destroy_process_group()
 
 
-def forking(rank: int, world: int) -> None:
+# proves P14
+@pytest.mark.ranks(2)
+def test_a_forked_child_may_not_use_its_parents_group(rank: int, world_size: int) -> None:
     check_group()
     dist.all_reduce(torch.ones(10), async_op=True).wait()
-    pid = spawn_rank(in_child, rank, world, 1)
+    pid = spawn_rank(in_child, rank, world_size, 1)
     check_group()
     assert os.waitpid(pid, 0)[1] == 0, "the child's traceback is in the log"
     # A child that never uses the group, and exits.
-    pid = spawn_rank(lambda *_: gc.collect(), rank, world)
+    pid = spawn_rank(lambda *_: gc.collect(), rank, world_size)
     os.waitpid(pid, 0)
     check_group()
     dist.barrier()
-
-
-# proves P14
-def test_a_forked_child_may_not_use_its_parents_group() -> None:
-    run_ranks(forking, 2)
 
 
 def duplicates(rank: int, world: int) -> str:
@@ -337,9 +301,11 @@ def test_a_rank_that_joins_twice_is_named() -> None:
     assert sorted(run_ranks(duplicates, 2, backend=None)) == ["refused", "waited"]
 
 
-def late_duplicate(rank: int, world: int, how: str, port: int) -> int:
+@pytest.mark.parametrize("how", ("file", "torch", "symm"))
+@pytest.mark.ranks(3, backend=None)
+def test_p15_a_rank_of_a_group_that_lives_is_refused_to_others(rank: int, world_size: int, how: str, port: int) -> None:
     """A third process claims to be rank 1 of a formed group. The others then form another group in another order."""
-    late = rank == world - 1
+    late = rank == world_size - 1
 
     def join(number: int) -> None:
         ways = {
@@ -351,7 +317,7 @@ def late_duplicate(rank: int, world: int, how: str, port: int) -> int:
 
     if not late:
         join(rank)
-    meet("formed", rank, world)
+    meet("formed", rank, world_size)
     if late:
         begun = time.monotonic()
         with pytest.raises(
@@ -359,47 +325,25 @@ def late_duplicate(rank: int, world: int, how: str, port: int) -> int:
         ):
             join(1)
         assert time.monotonic() - begun < 10
-    meet("refused", rank, world)
+    meet("refused", rank, world_size)
     if not late:
         check_group()
         dist.destroy_process_group()
         if how == "file":
             join(1 - rank)
             check_group()
-    return os.getpid()
 
 
-@pytest.mark.parametrize("how", ("file", "torch", "symm"))
-def test_p15_a_rank_of_a_group_that_lives_is_refused_to_others(how: str) -> None:
-    run_ranks(late_duplicate, 3, how, free_port(), backend=None)
-
-
-def missing(rank: int, world: int) -> None:
-    if rank == 2:
-        return
-    start = time.monotonic()
-    with pytest.raises((torch_symm.SymmTimeoutError, torch_symm.SymmConfigError), match="rank 2"):
-        init(rank, world, timeout=2)
-    assert 1.5 < time.monotonic() - start < 20
-
-
-def test_a_rank_that_never_joins_is_named() -> None:
-    run_ranks(missing, 3, backend=None)
-
-
-def outside(rank: int, world: int) -> None:
+# proves P15
+@pytest.mark.timed
+@pytest.mark.ranks(1, backend=None)
+def test_a_rank_outside_the_world_is_refused() -> None:
     options = torch_symm.Options(timeout=timedelta(seconds=2))
     for place, size in ((1, 1), (5, 2), (-1, 2), (0, 0), (0, -1)):
         start = time.monotonic()
         with pytest.raises((torch_symm.SymmConfigError, ValueError), match=str(place if size > 0 else size)):
             torch_symm.ProcessGroupSymm(dist.HashStore(), place, size, options)
         assert time.monotonic() - start < 1
-
-
-# proves P15
-@pytest.mark.timed
-def test_a_rank_outside_the_world_is_refused() -> None:
-    run_ranks(outside, 1, backend=None)
 
 
 @pytest.mark.parametrize("timeout", [timedelta(seconds=5), 5, 5.0])
@@ -411,21 +355,8 @@ def test_timeouts_are_timedeltas_or_seconds(timeout: timedelta | float) -> None:
     assert torch_symm.Options(0.0125).timeout == timedelta(milliseconds=13)
 
 
-@pytest.mark.parametrize("timeout", [-1, -0.5, 1e300, float("inf"), float("nan")])
-def test_other_numbers_of_seconds_are_refused(timeout: float) -> None:
-    with pytest.raises(ValueError, match="timeout must be from 0 to"):
+@pytest.mark.parametrize("timeout", [-1, -0.5, 1e300, float("inf"), float("nan"), "5"])
+def test_other_timeouts_are_refused(timeout: float) -> None:
+    error, says = (TypeError, None) if timeout == "5" else (ValueError, "timeout must be from 0 to")
+    with pytest.raises(error, match=says):
         torch_symm.Options(timeout=timeout)
-
-
-def test_a_timeout_is_no_text() -> None:
-    with pytest.raises(TypeError):
-        torch_symm.Options(timeout="5")  # type: ignore[arg-type]
-
-
-def without_import(rank: int, world: int) -> None:
-    init(rank, world)
-    check_group()
-
-
-def test_a_group_of_one() -> None:
-    run_ranks(without_import, 1, backend=None)

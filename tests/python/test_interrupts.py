@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from ranks import init, meet, run_ranks
+from ranks import init, meet
 
 Group = dist.ProcessGroup
 
@@ -67,11 +67,13 @@ def once_blocked(number: signal.Signals) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def interrupted(rank: int, world: int, nodes: bool) -> None:
+@pytest.mark.parametrize("nodes", [False, True], ids=["one node", "two nodes"])
+@pytest.mark.ranks(3, backend=None)
+def test_an_interrupted_wait_fails_the_group_on_all_ranks(rank: int, world_size: int, nodes: bool) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if nodes:
         os.environ.update(SYMM_TEST_NODE=str(rank // 2), SYMM_INTER_NODE_BACKEND="gloo")
-    init(rank, world)
+    init(rank, world_size)
     for name, call in WAITS.items():
         group = dist.new_group()
         if rank < 2:
@@ -84,27 +86,23 @@ def interrupted(rank: int, world: int, nodes: bool) -> None:
             assert time.monotonic() - began < 20, name
             told = str(caught.value)
             assert rank == 1 or re.match(r"rank 1 \(.*pid \d+\) was interrupted by a signal in", told), told
-        meet(name, rank, world)
+        meet(name, rank, world_size)
         with pytest.raises(
             (torch_symm.SymmAbortedError, torch_symm.SymmPeerError), match=r"rank 1 .* was interrupted by a signal in"
         ):
             dist.barrier(group=group)
     # Other groups still work, and the interrupts have left nothing.
     dist.all_reduce(tensor := torch.ones(3))
-    assert bool((tensor == world).all())
+    assert bool((tensor == world_size).all())
 
 
-@pytest.mark.parametrize("nodes", [False, True], ids=["one node", "two nodes"])
-def test_an_interrupted_wait_fails_the_group_on_all_ranks(nodes: bool) -> None:
-    run_ranks(interrupted, 3, nodes, backend=None)
-
-
-def handled(rank: int, world: int) -> None:
+@pytest.mark.ranks(2)
+def test_a_handler_that_returns_disturbs_no_call(rank: int, world_size: int) -> None:
     signal.signal(signal.SIGUSR1, lambda _number, _frame: meet("handled", 0, 1))
     if rank == 0:
         once_blocked(signal.SIGUSR1)
         dist.all_reduce(tensor := torch.ones(3))
-        assert bool((tensor == world).all())
+        assert bool((tensor == world_size).all())
     else:
         # While rank 0 waits, its handler runs; no other event ends the wait.
         meet("handled", 1, 2)
@@ -125,8 +123,4 @@ def handled(rank: int, world: int) -> None:
     else:
         dist.all_reduce(torch.ones(1))
         dist.all_reduce(torch.ones(3), group=group)
-    meet("ended", rank, world)
-
-
-def test_a_handler_that_returns_disturbs_no_call() -> None:
-    run_ranks(handled, 2)
+    meet("ended", rank, world_size)

@@ -1,4 +1,4 @@
-"""Unsupported tensors, and a barrier. test_collectives.py has every layout."""
+"""Tensors and devices that a call may not use, and barriers. test_collectives.py has every layout."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
-from ranks import backend_of, run_ranks
+import torch_symm
+from ranks import backend_of
+from torch_symm.testing import shared_tmp_path
+
+gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 # proves P8
+@pytest.mark.ranks(3)
 def test_splits_whose_sum_wraps_are_refused() -> None:
     """2^63 - 1 twice, and 6: their sum is 4 in 64 bits."""
-
-    def body(rank: int, world: int) -> None:
-        wraps = [2**63 - 1, 2**63 - 1, 6]
-        for sent, received in ((wraps, wraps), (wraps, None), (None, wraps)):
-            given, got = (torch.zeros(4 if splits else 6) for splits in (sent, received))
-            with pytest.raises(
-                ValueError, match=r"Split sizes .* \[9223372036854775807, 9223372036854775807, 6\], dim 0 is 4"
-            ):
-                dist.all_to_all_single(got, given, received, sent)
-        dist.barrier()
-
-    run_ranks(body, 3)
+    wraps = [2**63 - 1, 2**63 - 1, 6]
+    for sent, received in ((wraps, wraps), (wraps, None), (None, wraps)):
+        given, got = (torch.zeros(4 if splits else 6) for splits in (sent, received))
+        with pytest.raises(
+            ValueError, match=r"Split sizes .* \[9223372036854775807, 9223372036854775807, 6\], dim 0 is 4"
+        ):
+            dist.all_to_all_single(got, given, received, sent)
+    dist.barrier()
 
 
 def mapped(name: str, access: int) -> torch.Tensor:
     """Ones, in a file that is mapped."""
-    path = ranks.scratch / name
+    path = shared_tmp_path() / name
     path.write_bytes(torch.ones(4096).numpy().tobytes())
     with path.open("r+b") as file, warnings.catch_warnings():
         # Torch warns that writing to it is undefined.
@@ -42,7 +42,9 @@ def mapped(name: str, access: int) -> torch.Tensor:
         return torch.frombuffer(mmap.mmap(file.fileno(), 0, prot=access), dtype=torch.float32)
 
 
-def read_only_is_for_inputs(rank: int, world: int) -> None:
+# proves P22
+@pytest.mark.ranks(2)
+def test_p8_memory_that_is_mapped_read_only_is_refused_as_output(rank: int, world_size: int) -> None:
     fixed, free = mapped(f"fixed-{rank}", mmap.PROT_READ), mapped(f"free-{rank}", mmap.PROT_READ | mmap.PROT_WRITE)
     backend = backend_of()
     outputs: dict[str, Callable[[torch.Tensor], object]] = {
@@ -62,7 +64,7 @@ def read_only_is_for_inputs(rank: int, world: int) -> None:
             call(fixed)
             pytest.fail(name)
     # The group survives because all ranks rejected the call, and each rank may have read-only tensors.
-    parts = [torch.zeros(4096) for _ in range(world)]
+    parts = [torch.zeros(4096) for _ in range(world_size)]
     dist.all_gather(parts, fixed)
     dist.broadcast(fixed if rank == 0 else parts[0], 0)
     dist.reduce(parts[1] if rank == 0 else fixed, 0)
@@ -80,21 +82,47 @@ def read_only_is_for_inputs(rank: int, world: int) -> None:
         dist.all_reduce(mapped(f"free-{rank}-{turn}", mmap.PROT_READ | mmap.PROT_WRITE))
 
 
-# proves P22
-def test_p8_memory_that_is_mapped_read_only_is_refused_as_output() -> None:
-    run_ranks(read_only_is_for_inputs, 2)
-
-
-def test_barrier_holds_everybody() -> None:
+@pytest.mark.ranks(4)
+def test_barrier_holds_everybody(rank: int, tmp_path: Path) -> None:
     """No rank passes a barrier before the last one has reached it."""
+    for turn in range(4):
+        if rank == turn % 4:
+            time.sleep(0.05)
+        (tmp_path / f"came-{turn}-{rank}").touch()
+        dist.barrier()
+        assert len(list(tmp_path.glob(f"came-{turn}-*"))) == 4
 
-    def body(rank: int, world: int) -> None:
-        folder: Path = ranks.scratch
-        for turn in range(4):
-            if rank == turn % 4:
-                time.sleep(0.05)
-            (folder / f"came-{turn}-{rank}").touch()
-            dist.barrier()
-            assert len(list(folder.glob(f"came-{turn}-*"))) == 4
 
-    run_ranks(body, 4)
+@pytest.mark.ranks(2)
+def test_every_tensor_of_a_call_is_on_one_served_device(rank: int, world_size: int) -> None:
+    """The message names the call and both devices, nothing is exchanged, and the group continues."""
+    backend = backend_of()
+    here, two, nowhere = torch.ones(2), torch.ones(2 * world_size), torch.ones(2, device="meta")
+    served = "is on meta, backend symm serves CPU and CUDA tensors"
+    for call, message in (
+        (lambda: backend.allreduce([nowhere]), f"all_reduce: the output tensor {served}"),
+        (lambda: backend._allgather_base(two, nowhere), f"all_gather: the input tensor {served}"),
+        (lambda: backend._allgather_base(two.to("meta"), here), f"all_gather: the output tensor {served}"),
+        (lambda: backend._reduce_scatter_base(here, two.to("meta")), f"reduce_scatter: the input tensor {served}"),
+        (lambda: backend.alltoall_base(two.to("meta"), two, [], []), f"all_to_all: the output tensor {served}"),
+        (lambda: backend.send([nowhere], rank, 0), f"send: the input tensor {served}"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    dist.all_reduce(here)
+    assert bool((here == world_size).all())
+
+
+@pytest.mark.skipif(gpus > 0, reason="needs a machine without a GPU")
+@pytest.mark.ranks(2)
+def test_without_a_gpu_every_barrier_is_the_hosts() -> None:
+    dist.barrier(device_ids=[0])
+    options = dist.BarrierOptions()
+    options.device_ids = [5]
+    backend_of().barrier(options).wait()
+
+
+@pytest.mark.ranks(2)
+def test_nothing_is_counted_before_the_first_cuda_call() -> None:
+    dist.barrier()
+    assert torch_symm.stats() == {}

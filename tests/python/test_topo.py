@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,6 +12,7 @@ import pytest
 from torch_symm import __main__ as entry
 from torch_symm.tools.topo import cpu, plot
 
+needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="--plot needs matplotlib")
 #: Two memory nodes of two cores with two threads each; one third-level cache per node.
 FILES = {
     "node/node0/cpulist": "0-1,4-5",
@@ -105,27 +107,32 @@ def test_switches_pcie_and_single_links_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nvlinks", "hub", "label", "spokes"),
-    [(SWITCHED, "switch", "NVSwitch", 8), (PCIE, "pcie", "PCIe and host", 8), (CUBE_MESH, "pcie", "NV2", 24)],
+    ("nvlinks", "hub", "labels", "spokes"),
+    [
+        (SWITCHED, {"switch"}, ("NVSwitch",), 8),
+        (PCIE, {"pcie"}, ("PCIe and host",), 8),
+        (CUBE_MESH, {"pcie"}, ("NV2",), 24),
+        ([[0, 18, 0], [18, 0, 0], [0, 0, 0]], set(), ("NV18", "PCIe"), 3),
+    ],
 )
-def test_eight_gpus_are_nodes_with_links(
-    nvlinks: list[list[int]], hub: str, label: str, spokes: int, tmp_path: Path, system: Path
+@needs_matplotlib
+def test_gpus_are_nodes_with_links(
+    nvlinks: list[list[int]], hub: set[str], labels: tuple[str, ...], spokes: int, tmp_path: Path, system: Path
 ) -> None:
-    pytest.importorskip("matplotlib", reason="--plot needs matplotlib, which is not installed")
-    path = tmp_path / "host.svg"
-    plot.draw(cpu.section(8, system).found, [{"name": "H200"}] * 8, nvlinks, path)
+    path, count = tmp_path / "host.svg", len(nvlinks)
+    plot.draw(cpu.section(8, system).found, [{"name": "H200"}] * count, nvlinks, path)
     root = ElementTree.parse(path).getroot()
-    ids = [element.get("id", "") for element in root.iter()]
-    assert [f"gpu-{gpu}" in ids for gpu in range(8)] == [True] * 8 and {"node-0", "node-1", hub} <= set(ids)
+    ids = {element.get("id", "") for element in root.iter()}
+    assert ids >= {*(f"gpu-{gpu}" for gpu in range(count)), "node-0", "node-1", *hub}
     drawn = [element for element in root.iter() if element.get("id", "").startswith("link-")]
     assert len(drawn) == spokes and all(any(part.get("d") for part in element.iter()) for element in drawn)
     said = "".join(root.itertext())
-    assert label in said and "cuda:7" in said and "H200" in said
+    assert all(word in said for word in (*labels, f"cuda:{count - 1}", "H200", "NUMA node 1")), said
 
 
 @pytest.mark.slow
+@needs_matplotlib
 def test_a_described_host_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib", reason="--plot needs matplotlib, which is not installed")
     described, path = tmp_path / "topology.json", tmp_path / "host.svg"
     described.write_text(json.dumps({"gpus": 8, "links": SWITCHED, "p2p": True}))
     monkeypatch.setenv("SYMM_TOPOLOGY_FILE", str(described))
@@ -136,8 +143,8 @@ def test_a_described_host_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert '"gpu-0"' in path.read_text()
 
 
+@needs_matplotlib
 def test_a_host_without_gpus_shows_ranks_cores_and_shared_caches(tmp_path: Path, system: Path) -> None:
-    pytest.importorskip("matplotlib", reason="--plot needs matplotlib, which is not installed")
     path = tmp_path / "host.svg"
     plot.draw(cpu.section(4, system).found, [], [], path)
     root = ElementTree.parse(path).getroot()
@@ -148,11 +155,3 @@ def test_a_host_without_gpus_shows_ranks_cores_and_shared_caches(tmp_path: Path,
     said = "".join(root.itertext())
     assert "L3 16M" in said and "rank 3" in said and "0,4" in said
     assert "4 ranks, each on any of the hardware threads 0-6: nothing pins them" in said
-
-
-def test_the_host_is_drawn(tmp_path: Path, system: Path) -> None:
-    pytest.importorskip("matplotlib", reason="--plot needs matplotlib, which is not installed")
-    path = tmp_path / "host.svg"
-    plot.draw(cpu.section(4, system).found, [{"name": "GPU"}] * 3, [[0, 18, 0], [18, 0, 4], [0, 4, 0]], path)
-    drawn = path.read_text()
-    assert "NUMA node 1" in drawn and "NV18" in drawn and "PCIe" in drawn and "cuda:2" in drawn

@@ -8,31 +8,34 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch_symm
-from ranks import run_ranks
+from torch_symm._native import load
 
 #: On a node with GPUs the first rows of a file belong to those GPUs, whose names are not known here.
 without_gpus = pytest.mark.skipif(bool(list(Path("/dev").glob("nvidia[0-9]*"))), reason="for a host without GPUs")
 PAIRS = [[0, 4, 0, 0], [4, 0, 0, 0], [0, 0, 0, 4], [0, 0, 4, 0]]
 
 
-def python(code: str, file: Path) -> str:
-    """Returns the output of `code` in a new process whose topology is `file`, because a process reads it only once."""
-    environment = {"SYMM_TOPOLOGY_FILE": str(file)}
-    (said,) = run_ranks(
-        lambda _rank, _world: exec(code, {"torch_symm": torch_symm}), 1, backend=None, env=environment
-    ).logs
-    return said.strip()
+def describe(file: Path, links: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Makes ``file`` the topology of the ranks, each of which reads it only once."""
+    file.write_text(json.dumps({"gpus": len(links), "links": links, "p2p": True}))
+    monkeypatch.setenv("SYMM_TOPOLOGY_FILE", str(file))
+    return file
 
 
 @pytest.fixture
-def pairs(tmp_path: Path) -> Path:
+def pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Four GPUs, bridged in pairs."""
-    file = tmp_path / "pairs.json"
-    file.write_text(json.dumps({"gpus": 4, "links": PAIRS, "p2p": True}))
-    return file
+    return describe(tmp_path / "pairs.json", PAIRS, monkeypatch)
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return describe(tmp_path / "faulty.json", [[0, 1], [2, 0]], monkeypatch)
 
 
 @pytest.mark.parametrize("types", [("cpu", "nvlink"), ("cuda", "pcie"), ("CUDA", "nvlink"), ("", "")])
@@ -57,34 +60,29 @@ def test_the_answer_is_frozen() -> None:
 
 
 @without_gpus
-def test_devices_are_asked_for_in_their_order(pairs: Path) -> None:
+@pytest.mark.ranks(1, backend=None)
+@pytest.mark.usefixtures("pairs")
+def test_devices_are_asked_for_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPUs of the devices, in torch's order, get their rows of the file."""
-    code = """
-import torch
-from types import SimpleNamespace
-order = [3, 0, 2]
-torch.cuda.device_count = lambda: len(order)
-torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"injected-{order[device]}")
-print(torch_symm.detect_dma_connectivity("cuda", "nvlink").matrix)
-"""
-    assert python(code, pairs) == "[[0, 0, 4], [0, 0, 0], [4, 0, 0]]"
+    order = [3, 0, 2]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(order))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"injected-{order[device]}")
+    )
+    assert torch_symm.detect_dma_connectivity("cuda", "nvlink").matrix == [[0, 0, 4], [0, 0, 0], [4, 0, 0]]
 
 
+@pytest.mark.ranks(1, backend=None)
 def test_an_unknown_device_is_named(pairs: Path) -> None:
-    code = """
-from torch_symm._native import load
-try:
-    load()._nvlink_matrix(["GPU-elsewhere"])
-except torch_symm.SymmConfigError as error:
-    print(error)
-"""
-    output = python(code, pairs)
-    assert output == f"GPU elsewhere is not among the first 4 of this node, which {pairs} describes"
+    with pytest.raises(torch_symm.SymmConfigError) as error:
+        load()._nvlink_matrix(["GPU-elsewhere"])
+    assert str(error.value) == f"GPU elsewhere is not among the first 4 of this node, which {pairs} describes"
 
 
 @without_gpus
+@pytest.mark.ranks(1, backend=None)
 def test_the_report_is_a_table(pairs: Path) -> None:
-    lines = python("print(torch_symm.topology())", pairs).splitlines()
+    lines = torch_symm.topology().splitlines()
     assert lines[0] == f"4 GPUs, PCIe ({pairs})"
     assert [line.split()[:5] for line in lines[3:5]] == [
         ["GPU0", "X", "NV4", "NODE", "NODE"],
@@ -92,16 +90,11 @@ def test_the_report_is_a_table(pairs: Path) -> None:
     ]
 
 
-def test_a_faulty_file_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "faulty.json"
-    file.write_text('{"gpus": 2, "links": [[0, 1], [2, 0]], "p2p": true}')
-    code = """
-try:
-    torch_symm.topology()
-except torch_symm.SymmConfigError as error:
-    print(error)
-"""
-    assert python(code, file) == f"topology file {file}: links: [0][1] is 1, but [1][0] is 2"
+@pytest.mark.ranks(1, backend=None)
+def test_a_faulty_file_is_named(faulty: Path) -> None:
+    with pytest.raises(torch_symm.SymmConfigError) as error:
+        torch_symm.topology()
+    assert str(error.value) == f"topology file {faulty}: links: [0][1] is 1, but [1][0] is 2"
 
 
 @without_gpus

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,66 +18,48 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch_symm
 from ranks import backend_of, meet, on_threads, run_ranks
-from torch_symm import _native
 
 
-def waiting_with_a_limit(rank: int, world: int) -> None:
-    tensor = torch.ones(10)
+@pytest.mark.ranks(2)
+def test_a_wait_that_gives_up_leaves_the_call_alone(rank: int, world_size: int) -> None:
+    tensor, got = torch.ones(10), torch.zeros(3)
     if rank == 0:
-        work = dist.all_reduce(tensor, async_op=True)
-        assert not work.is_completed()
-        start = time.monotonic()
-        with pytest.raises(torch_symm.SymmTimeoutError, match=r"0\.2 s"):
-            work.wait(timedelta(seconds=0.2))
-        assert 0.15 < time.monotonic() - start < 10
-        assert not work.is_completed()
-        meet("late", rank, world)
-        assert work.wait(timedelta(seconds=20))
-        assert work.is_completed() and work.is_success()
+        works = [dist.all_reduce(tensor, async_op=True), dist.irecv(got, 1)]
+        for work in works:
+            start = time.monotonic()
+            with pytest.raises(torch_symm.SymmTimeoutError, match=r"0\.2 s"):
+                work.wait(timedelta(seconds=0.2))
+            assert 0.15 < time.monotonic() - start < 10
+            assert not work.is_completed()
+        meet("late", rank, world_size)
+        for work in works:
+            assert work.wait(timedelta(seconds=20))
+            assert work.is_completed() and work.is_success()
+        assert (got == 7).all()
     else:
-        meet("late", rank, world)
+        meet("late", rank, world_size)
         dist.all_reduce(tensor)
+        dist.send(torch.full((3,), 7.0), 0)
     assert (tensor == 2).all()
     dist.all_reduce(tensor)
     assert (tensor == 4).all(), "the group lives"
 
 
-def test_a_wait_that_gives_up_leaves_the_call_alone() -> None:
-    run_ranks(waiting_with_a_limit, 2)
-
-
-def receiving_with_a_limit(rank: int, world: int) -> None:
-    got = torch.zeros(3)
-    if rank == 0:
-        work = dist.irecv(got, 1)
-        with pytest.raises(torch_symm.SymmTimeoutError):
-            work.wait(timedelta(seconds=0.1))
-        meet("late", rank, world)
-        work.wait()
-        assert (got == 7).all()
-    else:
-        meet("late", rank, world)
-        dist.send(torch.full((3,), 7.0), 0)
-
-
-def test_a_wait_for_a_message_that_gives_up() -> None:
-    run_ranks(receiving_with_a_limit, 2)
-
-
-def futures(rank: int, world: int) -> None:
+@pytest.mark.ranks(3)
+def test_futures(rank: int, world_size: int) -> None:
     for count in (1, 500_000):
         tensor = torch.ones(count)
         work = dist.all_reduce(tensor, async_op=True)
         future = work.get_future()
         doubled = future.then(lambda f: f.value()[0] * 2)
-        assert (doubled.wait() == 2 * world).all()
+        assert (doubled.wait() == 2 * world_size).all()
         assert future.value()[0].data_ptr() == tensor.data_ptr()
         assert future.done() and work.is_completed() and work.is_success()
         assert work.result()[0].data_ptr() == tensor.data_ptr()
-        assert (work.get_future().wait()[0] == world).all(), "asked for again, after the end"
+        assert (work.get_future().wait()[0] == world_size).all(), "asked for again, after the end"
         assert work.get_future_result().wait() == 0
 
-        outputs = [torch.zeros(count) for _ in range(world)]
+        outputs = [torch.zeros(count) for _ in range(world_size)]
         lists = dist.all_gather(outputs, torch.full((count,), float(rank)), async_op=True).get_future().wait()
         assert [t.data_ptr() for t in lists] == [t.data_ptr() for t in outputs]
         assert all((t == r).all() for r, t in enumerate(outputs))
@@ -85,10 +70,6 @@ def futures(rank: int, world: int) -> None:
     torch.futures.wait_all(results)
     assert sorted(seen) == list(range(50))
     assert (dist.barrier(async_op=True).get_future().wait()) is not None
-
-
-def test_futures() -> None:
-    run_ranks(futures, 3)
 
 
 Call = Callable[[dist.ProcessGroup, bool, int], Any]
@@ -135,7 +116,9 @@ def shapes(found: Any) -> Any:
     return [shapes(each) for each in found]
 
 
-def as_gloo_gives_them(rank: int, world: int, replaced: bool) -> None:
+@pytest.mark.parametrize("replaced", [False, True], ids=["symm", "gloo"])
+@pytest.mark.ranks(2)
+def test_futures_have_the_shape_of_gloos(rank: int, replaced: bool) -> None:
     theirs = dist.new_group(backend="gloo")
     if replaced:
         torch_symm.replace_gloo()
@@ -166,33 +149,10 @@ def as_gloo_gives_them(rank: int, world: int, replaced: bool) -> None:
         work.wait()
 
 
-@pytest.mark.parametrize("replaced", [False, True], ids=["symm", "gloo"])
-def test_futures_have_the_shape_of_gloos(replaced: bool) -> None:
-    run_ranks(as_gloo_gives_them, 2, replaced)
-
-
-def failed_future(rank: int, world: int) -> None:
-    group = dist.new_group()
-    work = dist.all_reduce(torch.ones(4 + rank), group=group, async_op=True)
-    with pytest.raises(torch_symm.SymmMismatchError, match="all_reduce"):
-        work.get_future().wait()
-    with pytest.raises(torch_symm.SymmMismatchError):
-        work.get_future().value()
-    with pytest.raises(torch_symm.SymmMismatchError):
-        work.wait()
-    assert work.is_completed() and not work.is_success()
-    with pytest.raises(torch_symm.SymmMismatchError):
-        dist.barrier(group=group)
-    # Each group has its own error.
-    assert backend_of(group).get_error() != backend_of().get_error()
-    dist.barrier()
-
-
-def results_of_failures(rank: int, world: int) -> None:
-    """0: success; 1: timeout; 2: any other error."""
-    late, wrong = dist.new_group(timeout=timedelta(seconds=20)), dist.new_group()
-    work = dist.all_reduce(torch.ones(4 + rank), group=wrong, async_op=True)
-    assert work.get_future_result().wait() == 2
+@pytest.mark.ranks(2)
+def test_the_result_of_a_work_tells_a_timeout(rank: int, world_size: int) -> None:
+    """0: success; 1: timeout; ``test_a_failed_future_carries_the_cause`` has 2, any other error."""
+    late = dist.new_group(timeout=timedelta(seconds=20))
     other = 1 - rank
     for group, wanted in ((dist.group.WORLD, 0), (late, 1)):
         ops = [dist.P2POp(dist.irecv, torch.zeros(3), other, group=group)]
@@ -210,29 +170,40 @@ def results_of_failures(rank: int, world: int) -> None:
     if rank == 0:
         backend_of(last)._set_default_timeout(timedelta(seconds=0.5))
         assert dist.all_reduce(torch.ones(4), group=last, async_op=True).get_future_result().wait() == 1
-    meet("ended", rank, world)
-
-
-def test_the_result_of_a_work_tells_a_timeout() -> None:
-    run_ranks(results_of_failures, 2)
+    meet("ended", rank, world_size)
 
 
 # proves P23
-def test_a_failed_future_carries_the_cause() -> None:
-    run_ranks(failed_future, 2)
+@pytest.mark.ranks(2)
+def test_a_failed_future_carries_the_cause(rank: int) -> None:
+    group = dist.new_group()
+    work = dist.all_reduce(torch.ones(4 + rank), group=group, async_op=True)
+    with pytest.raises(torch_symm.SymmMismatchError, match="all_reduce"):
+        work.get_future().wait()
+    with pytest.raises(torch_symm.SymmMismatchError):
+        work.get_future().value()
+    with pytest.raises(torch_symm.SymmMismatchError):
+        work.wait()
+    assert work.is_completed() and not work.is_success() and work.get_future_result().wait() == 2
+    with pytest.raises(torch_symm.SymmMismatchError):
+        dist.barrier(group=group)
+    # Each group has its own error.
+    assert backend_of(group).get_error() != backend_of().get_error()
+    dist.barrier()
 
 
-def mixed(rank: int, world: int) -> None:
+@pytest.mark.ranks(2)
+def test_synchronous_and_asynchronous_calls_keep_their_order(world_size: int) -> None:
     tensor = torch.ones(50_000)
     value = 1.0
     pending = []
     for i in range(200):
         if i % 3 == 0:
             dist.all_reduce(tensor)
-            value *= world
+            value *= world_size
         else:
             pending.append(dist.all_reduce(tensor, async_op=True))
-            value *= world
+            value *= world_size
         if i % 10 == 9:
             # The next synchronous call runs after all queued calls.
             tensor_before = torch.zeros(1)
@@ -245,50 +216,19 @@ def mixed(rank: int, world: int) -> None:
         work.wait()
 
 
-def test_synchronous_and_asynchronous_calls_keep_their_order() -> None:
-    run_ranks(mixed, 2)
-
-
-def a_group_per_thread(rank: int, world: int) -> None:
+@pytest.mark.ranks(2)
+def test_four_threads(rank: int, world_size: int) -> None:
+    """With a group each, with messages, and with equal calls on one group, which match in the order of each rank."""
     groups = [dist.new_group() for _ in range(4)]
+    before = backend_of().get_sequence_number()
 
-    def body(index: int) -> None:
+    def own_group(index: int) -> None:
         for i in range(100):
             tensor = torch.full((1 + 3_000 * (i % 5),), float(index + i))
             dist.all_reduce(tensor, group=groups[index])
-            assert (tensor == world * (index + i)).all()
+            assert (tensor == world_size * (index + i)).all()
 
-    on_threads([lambda index=index: body(index) for index in range(4)])
-
-
-def test_four_threads_with_a_group_each() -> None:
-    run_ranks(a_group_per_thread, 2)
-
-
-def one_group(rank: int, world: int) -> None:
-    """Equal calls from four threads: the first call on a rank matches the first call on another."""
-    for asynchronous in (False, True):
-
-        def body(asynchronous: bool = asynchronous) -> None:
-            for _ in range(100):
-                tensor = torch.ones(2_000)
-                work = dist.all_reduce(tensor, async_op=asynchronous)
-                if work is not None:
-                    work.wait()
-                assert (tensor == world).all()
-
-        on_threads([body] * 4)
-    dist.barrier()
-    sequence = backend_of().get_sequence_number()
-    assert sequence == 801
-
-
-def test_four_threads_on_one_group() -> None:
-    run_ranks(one_group, 2)
-
-
-def threads_send_and_receive(rank: int, world: int) -> None:
-    def body(tag: int) -> None:
+    def messages(tag: int) -> None:
         for i in range(50):
             got = torch.zeros(5_000)
             work = dist.isend(torch.full((5_000,), float(i)), 1 - rank, tag=tag)
@@ -296,20 +236,27 @@ def threads_send_and_receive(rank: int, world: int) -> None:
             work.wait()
             assert (got == i).all()
 
-    on_threads([lambda tag=tag: body(tag) for tag in range(4)])
+    def one_group(asynchronous: bool) -> None:
+        for _ in range(100):
+            tensor = torch.ones(2_000)
+            work = dist.all_reduce(tensor, async_op=asynchronous)
+            if work is not None:
+                work.wait()
+            assert (tensor == world_size).all()
+
+    for body in (own_group, messages):
+        on_threads([partial(body, number) for number in range(4)])
+    for asynchronous in (False, True):
+        on_threads([partial(one_group, asynchronous)] * 4)
+    dist.barrier()
+    assert backend_of().get_sequence_number() == before + 801, "collectives count, messages do not"
 
 
-def test_four_threads_send_and_receive() -> None:
-    run_ranks(threads_send_and_receive, 2)
-
-
-def gil(rank: int, world: int, kind: str) -> None:
-    _native.load()
+@pytest.mark.timed
+@pytest.mark.ranks(2)
+def test_the_gil_is_free_while_waiting(rank: int) -> None:
     window = symm_mem.rendezvous(symm_mem.empty(4, device="cpu"), dist.group.WORLD)
-    if rank == 1:
-        time.sleep(0.5)
-    counter = 0
-    stop = False
+    tensor, counter, stop = torch.ones(10), 0, False
 
     def count() -> None:
         nonlocal counter
@@ -319,38 +266,30 @@ def gil(rank: int, world: int, kind: str) -> None:
 
     thread = threading.Thread(target=count)
     thread.start()
-    tensor = torch.ones(10)
-    before = counter
-    if kind == "sync":
-        dist.all_reduce(tensor)
-    elif kind == "wait":
-        dist.all_reduce(tensor, async_op=True).wait()
-    elif kind == "recv" and rank == 0:
-        dist.recv(tensor, 1)
-    elif kind == "recv":
-        dist.send(tensor, 0)
-    elif kind == "barrier":
+    calls: dict[str, Callable[[], object]] = {
+        "sync": lambda: dist.all_reduce(tensor),
+        "wait": lambda: dist.all_reduce(tensor, async_op=True).wait(),
+        "recv": lambda: dist.send(tensor, 0) if rank else dist.recv(tensor, 1),
+        "barrier": dist.barrier,
+        "barrier of symmetric memory": window.barrier,
+        "new_group": dist.new_group,
+    }
+    for kind, call in calls.items():
         dist.barrier()
-    elif kind == "barrier of symmetric memory":
-        window.barrier()
-    else:
-        dist.new_group()
-    during = counter - before
+        if rank == 1:
+            time.sleep(0.5)
+        before = counter
+        call()
+        during = counter - before
+        assert rank == 1 or during > 20, f"{kind}: another thread ran {during} times in half a second"
     stop = True
     thread.join()
-    if rank == 0:
-        assert during > 20, f"another thread ran {during} times in half a second"
 
 
-@pytest.mark.timed
-@pytest.mark.parametrize("kind", ("sync", "wait", "recv", "barrier", "barrier of symmetric memory", "new_group"))
-def test_the_gil_is_free_while_waiting(kind: str) -> None:
-    run_ranks(gil, 2, kind)
-
-
-def dropped(rank: int, world: int) -> None:
+@pytest.mark.ranks(2)
+def test_dropped_tensors(rank: int, world_size: int) -> None:
     """The call owns its tensors: the user may drop all references, even to the handle."""
-    results = [torch.zeros(world * 200_000) for _ in range(20)]
+    results = [torch.zeros(world_size * 200_000) for _ in range(20)]
     works = []
     for i in range(20):
         tensor = torch.full((200_000,), float(i + rank))
@@ -367,24 +306,106 @@ def dropped(rank: int, world: int) -> None:
     assert (got == 5).all()
     for i, work in enumerate(works):
         work.wait()
-        assert all((part == i + r).all() for r, part in enumerate(results[i].view(world, -1)))
+        assert all((part == i + r).all() for r, part in enumerate(results[i].view(world_size, -1)))
 
 
-def test_dropped_tensors() -> None:
-    run_ranks(dropped, 2)
-
-
-def sequence_numbers(rank: int, world: int) -> None:
+def killed(rank: int, world: int, comes: bool) -> None:
+    first, second = torch.ones(4), torch.ones(4)
+    works = []
+    if rank == 0 or comes:
+        works.append(dist.all_reduce(first, async_op=True))
+    meet("posted", rank, world)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
     backend = backend_of()
-    before = backend.get_sequence_number()
-    dist.all_reduce(torch.ones(1))
-    dist.all_reduce(torch.ones(1), async_op=True).wait()
-    if rank == 0:
-        dist.send(torch.ones(1), 1)
+    while "SUCCESS" in str(backend.get_error()):
+        time.sleep(0.001)
+    works.append(dist.all_reduce(second, async_op=True))
+    if comes:
+        works[0].wait()
+        assert (first == 2).all(), "rank 1 had posted all that this call needs"
     else:
-        dist.recv(torch.ones(1), 0)
-    assert backend.get_sequence_number() == before + 2, "collectives count, messages do not"
+        assert (first == 1).all()
+        with pytest.raises(torch_symm.SymmPeerError, match="rank 1"):
+            works[0].wait()
+    with pytest.raises(torch_symm.SymmPeerError, match="rank 1"):
+        works[1].wait()
+    assert (second == 1).all()
 
 
-def test_sequence_numbers() -> None:
-    run_ranks(sequence_numbers, 2)
+@pytest.mark.parametrize("comes", (False, True))
+def test_a_peer_that_dies_between_the_call_and_the_wait(comes: bool) -> None:
+    run_ranks(killed, 2, comes, expect_killed=(1,))
+
+
+@pytest.mark.ranks(2)
+def test_an_abort_between_the_call_and_the_wait(rank: int, world_size: int) -> None:
+    tensor = torch.ones(4)
+    if rank == 0:
+        work = dist.all_reduce(tensor, async_op=True)
+        backend_of().abort()
+        with pytest.raises(torch_symm.SymmAbortedError):
+            work.wait()
+    meet("aborted", rank, world_size)
+    with pytest.raises(torch_symm.SymmPeerError if rank else torch_symm.SymmAbortedError, match="rank 0"):
+        dist.all_reduce(tensor)
+    assert (tensor == 1).all()
+
+
+@pytest.mark.ranks(2)
+def test_calls_that_nobody_waits_for(world_size: int) -> None:
+    results = [torch.ones(4) for _ in range(3)]
+    for tensor in results:
+        dist.all_reduce(tensor, async_op=True)
+        gc.collect()
+        deadline = time.monotonic() + 20
+        while not (tensor == world_size).all():
+            assert time.monotonic() < deadline, "nobody has finished it"
+            time.sleep(0.001)
+    work = dist.all_reduce(results[0], async_op=True)
+    while not work.is_completed():
+        time.sleep(0)
+    assert (work.get_future().value()[0] == world_size**2).all()
+    assert (dist.all_reduce(results[1], async_op=True).get_future().wait()[0] == world_size**2).all()
+    # Another call is in progress when the group is destroyed.
+    dist.all_reduce(results[2], async_op=True)
+    dist.destroy_process_group()
+    assert (results[2] == world_size**2).all()
+
+
+@pytest.mark.ranks(2)
+def test_two_groups(rank: int) -> None:
+    groups = [dist.new_group() for _ in range(2)]
+    short = [torch.full((4,), float(rank)) for _ in range(2)]
+    long = [torch.full((100_000,), float(rank)) for _ in range(2)]
+    works = []
+    # Each rank starts with another group: a rank that waited for the peers of its first call here would wait forever.
+    for index in (0, 1) if rank == 0 else (1, 0):
+        works.append(dist.all_reduce(short[index], group=groups[index], async_op=True))
+        works.append(dist.all_reduce(long[index], group=groups[index], async_op=True))
+    for work in works:
+        work.wait()
+    assert all((tensor == 1).all() for tensor in short + long)
+
+
+@pytest.mark.ranks(3)
+def test_every_kind_of_call(rank: int, world_size: int) -> None:
+    """All short collectives, awaited in turn, in reverse, and only by a later synchronous call."""
+    for ending in ("in turn", "reversed", "behind"):
+        mine, every = torch.full((2,), float(rank + 1)), torch.arange(world_size) + 1.0
+        total, gathered = mine.clone(), torch.zeros(2 * world_size)
+        part, swapped, root = torch.zeros(1), torch.zeros(world_size), mine.clone()
+        works = [
+            dist.all_reduce(total, async_op=True),
+            dist.all_gather_into_tensor(gathered, mine, async_op=True),
+            dist.reduce_scatter_tensor(part, every.clone(), async_op=True),
+            dist.all_to_all_single(swapped, torch.full((world_size,), float(rank + 1)), async_op=True),
+            dist.broadcast(root, 1, async_op=True),
+            dist.barrier(async_op=True),
+        ]
+        if ending == "behind":
+            dist.all_reduce(torch.ones(1))
+        for work in works if ending == "in turn" else reversed(works):
+            work.wait()
+        assert (total == every.sum()).all() and (gathered.view(world_size, 2) == every[:, None]).all()
+        assert part.item() == world_size * (rank + 1) and (swapped == every).all() and (root == 2).all()
