@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from norm_reference import same_bits
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -115,21 +114,6 @@ def test_compiled(world_size: int) -> None:
             assert same_bits(got.to_local(), step(tensor).to_local())
             (got * got).sum().backward()
             assert torch.equal(tensor.grad.full_tensor(), (whole(shape) * 2 + 1) * 4)
-
-
-@pytest.mark.ranks(4)
-def test_fake_tensors(world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (world_size,))
-    for shape in ((8, 12), (7, 5)):
-        real = distribute_tensor(whole(shape), mesh, [Shard(0)])
-        plain, wanted = real.to_local(), real.redistribute(mesh, [Shard(1)]).to_local()
-        with FakeTensorMode() as mode:
-            local = mode.from_tensor(plain)
-            tensor = DTensor.from_local(
-                local, mesh, [Shard(0)], shape=real.shape, stride=real.stride(), run_check=False
-            )
-            got = tensor.redistribute(mesh, [Shard(1)]).to_local()
-        assert (got.shape, got.dtype, got.device) == (wanted.shape, wanted.dtype, wanted.device)
 
 
 @pytest.mark.ranks(3, backend="gloo")

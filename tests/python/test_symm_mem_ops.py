@@ -216,20 +216,15 @@ def test_arguments_are_checked_as_torch_does(rank: int, world_size: int) -> None
     tensor = cpu(4, 8)
     out = torch.empty(4, 8)
     plain = torch.ones(4, 8)
-    flat = cpu(31)
     splits, layout = cpu(world_size, dtype=torch.int64), cpu(2, world_size, dtype=torch.int64)
     for bad, message in (
         (lambda: ops.one_shot_all_reduce(tensor, "avg", WORLD), "one_shot_all_reduce: only sum is supported"),
         (lambda: ops.one_shot_all_reduce(tensor.t(), "sum", WORLD), "all_reduce: input must be contiguous"),
-        (lambda: ops.one_shot_all_reduce(plain, "sum", WORLD), "input must be allocated with empty_strided_p2p"),
         (lambda: ops.one_shot_all_reduce_out(tensor, "sum", WORLD, out[1:]), "input/output size mismatch"),
-        (lambda: ops.one_shot_all_reduce_out(tensor, "sum", WORLD, out.double()), "the output Double"),
         (lambda: ops.one_shot_all_reduce_out(tensor, "sum", WORLD, tensor), "refer to a single memory location"),
         (lambda: ops.two_shot_all_reduce_(plain, "sum", WORLD), "two_shot_all_reduce: input must be allocated"),
         (lambda: ops.two_shot_all_reduce_(tensor, "max", WORLD), "two_shot_all_reduce: only sum is supported"),
-        (lambda: ops.two_shot_all_reduce_out(tensor, "sum", WORLD, out[1:]), "input/output size mismatch"),
         (lambda: ops.reduce_scatter_out(tensor, WORLD, False, out), "reduce_scatter expected 1D input"),
-        (lambda: ops.reduce_scatter_out(flat, WORLD, False, out), "expected number of elements to be divisible"),
         (lambda: ops.reduce_scatter_out(tensor, WORLD, True, out), "last dim size to be input last dim size"),
         (lambda: ops.reduce_scatter_out(tensor, WORLD, True, out[1:]), "same sizes except in the last dimension"),
         (lambda: ops.all_to_all_vdev(tensor, tensor, splits, layout, WORLD), "refer to a single memory location"),

@@ -170,14 +170,6 @@ def test_asynchronous_and_coalesced_calls(rank: int, world_size: int) -> None:
     assert all(torch.equal(tensor, total(world_size)) for tensor in tensors)
 
 
-@pytest.mark.ranks(1)
-def test_a_single_rank() -> None:
-    tensor = cpu(COUNT).copy_(numbers(0))
-    handle_of(tensor)
-    dist.all_reduce(tensor)
-    assert torch.equal(tensor, numbers(0))
-
-
 @pytest.mark.ranks(2)
 def test_ranks_that_disagree_are_named_and_no_byte_is_written(rank: int) -> None:
     tensor = cpu(COUNT).copy_(numbers(rank))
