@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from expected import bits
 
 #: Number of accumulators for groups of eight squares, and number of accumulators in a block.
 LANES, BLOCK = 1024, 32
@@ -64,11 +65,6 @@ def numbers(seed: int, *size: int, dtype: torch.dtype, device: str = "cpu") -> t
     """The residual and the weight, the same on all ranks."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(size, generator=generator).to(dtype).to(device)
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as integers, which compare bit by bit."""
-    return tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
 def same_bits(got: torch.Tensor, wanted: torch.Tensor) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
-import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -18,7 +19,6 @@ EPS = 1e-5
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Inline, whole rows in one-shot, several chunks, and, for more than two ranks, two-shot.
 SHAPES = ((1, 8), (1, 1024), (1, 4096), (3, 1032), (5, 8192), (2, 16384), (97, 1024))
-NAMES = ("", "_", "_fp8", "_dynamic_fp8")
 
 ops: Any = torch.ops.symm
 
@@ -54,30 +54,25 @@ def every_form(rank: int, rows: Rows, group: str) -> None:
     assert same_bits(normed, wanted) and same_bits(total, added), about
 
 
-def forms(rank: int, world: int) -> None:
-    for dtype in DTYPES:
-        for seed, shape in enumerate(SHAPES):
-            every_form(rank, Rows(world, shape, dtype, seed), dist.group.WORLD.group_name)
+@pytest.mark.ranks([1, 2, 3, 8])
+def test_bits_are_those_of_separate_steps(rank: int, world_size: int) -> None:
+    name = dist.group.WORLD.group_name
+    for dtype, (seed, shape) in itertools.product(DTYPES, enumerate(SHAPES)):
+        every_form(rank, Rows(world_size, shape, dtype, seed), name)
     # The separate steps in the same group.
-    rows = Rows(world, (3, 2048), torch.bfloat16)
+    rows = Rows(world_size, (3, 2048), torch.bfloat16)
     summed = rows.inputs[rank].clone()
     dist.all_reduce(summed)
-    normed, total = ops.all_reduce_add_rms_norm(
-        rows.inputs[rank], rows.residual, rows.weight, EPS, dist.group.WORLD.group_name
-    )
+    normed, total = ops.all_reduce_add_rms_norm(rows.inputs[rank], rows.residual, rows.weight, EPS, name)
     assert same_bits(total, summed + rows.residual) and same_bits(normed, rows.wanted()[0])
     # torch's own norm adds the squares in another order.
     assert torch.allclose(normed, torch.nn.functional.rms_norm(total, (2048,), rows.weight, EPS), rtol=0.01)
 
 
-@pytest.mark.parametrize("world", (1, 2, 3, 8))
-def test_bits_are_those_of_separate_steps(world: int) -> None:
-    run_ranks(forms, world)
-
-
-def batches(rank: int, world: int) -> None:
+@pytest.mark.ranks([2, 3])
+def test_a_row_has_the_same_bits_in_every_batch(rank: int, world_size: int) -> None:
     for dtype in (torch.bfloat16, torch.float32):
-        rows = Rows(world, (64, 1024), dtype)
+        rows = Rows(world_size, (64, 1024), dtype)
         first, added = (tensor[0] for tensor in rows.wanted())
         for batch in range(1, 65):
             own, residual = rows.inputs[rank][:batch], rows.residual[:batch]
@@ -85,20 +80,15 @@ def batches(rank: int, world: int) -> None:
             assert same_bits(normed[0], first) and same_bits(total[0], added), (batch, dtype)
 
 
-@pytest.mark.parametrize("world", (2, 3))
-def test_a_row_has_the_same_bits_in_every_batch(world: int) -> None:
-    run_ranks(batches, world)
-
-
-def layouts(rank: int, world: int) -> None:
+@pytest.mark.ranks(2)
+def test_strides_dimensions_and_no_rows(rank: int, world_size: int) -> None:
     name = dist.group.WORLD.group_name
-    rows = Rows(world, (6, 64), torch.float32)
+    rows = Rows(world_size, (6, 64), torch.float32)
     wanted, added = rows.wanted()
     wide = torch.zeros(6, 128)
     wide[:, ::2] = rows.inputs[rank]
-    normed, total = ops.all_reduce_add_rms_norm(
-        wide[:, ::2], rows.residual.t().contiguous().t(), rows.weight, EPS, name
-    )
+    strided = rows.residual.t().contiguous().t()
+    normed, total = ops.all_reduce_add_rms_norm(wide[:, ::2], strided, rows.weight, EPS, name)
     assert same_bits(normed, wanted) and same_bits(total, added)
     assert normed.is_contiguous() and total.is_contiguous()
     residual = torch.zeros(6, 100)
@@ -106,9 +96,8 @@ def layouts(rank: int, world: int) -> None:
     ops.all_reduce_add_rms_norm_(wide[:, ::2], residual[:, :64], rows.weight, EPS, name)
     assert same_bits(wide[:, ::2], wanted) and same_bits(residual[:, :64], added)
     assert not wide[:, 1::2].any() and not residual[:, 64:].any()
-    shaped = ops.all_reduce_add_rms_norm_dynamic_fp8(
-        rows.inputs[rank].view(2, 3, 64), rows.residual.view(2, 3, 64), rows.weight, EPS, name
-    )
+    own, residual = (tensor.view(2, 3, 64) for tensor in (rows.inputs[rank], rows.residual))
+    shaped = ops.all_reduce_add_rms_norm_dynamic_fp8(own, residual, rows.weight, EPS, name)
     assert [tuple(tensor.shape) for tensor in shaped] == [(2, 3, 64), (2, 3, 64), (2, 3, 1)]
     assert same_bits(shaped[1].view(6, 64), added)
     nothing = torch.zeros(0, 64)
@@ -120,11 +109,8 @@ def layouts(rank: int, world: int) -> None:
     assert same_bits(total, sum(rows.inputs[1:], rows.inputs[0]) + own)
 
 
-def test_strides_dimensions_and_no_rows() -> None:
-    run_ranks(layouts, 2)
-
-
-def among_others(rank: int, world: int) -> None:
+@pytest.mark.ranks(4)
+def test_it_takes_its_place_among_other_calls(rank: int, world_size: int) -> None:
     """Norms in subgroups, after asynchronous calls, and in the trace."""
     pairs = [dist.new_group([first, first + 1]) for first in (0, 2)]
     pair, place = pairs[rank // 2], rank % 2
@@ -134,39 +120,33 @@ def among_others(rank: int, world: int) -> None:
     every_form(place, rows, pair.group_name)
     work.wait()
     assert bool((pending == 2).all())
-    every_form(rank, Rows(world, (4, 512), torch.bfloat16), dist.group.WORLD.group_name)
+    every_form(rank, Rows(world_size, (4, 512), torch.bfloat16), dist.group.WORLD.group_name)
     called = [call for call in torch_symm.trace()["calls"] if call["op"] == "all_reduce_add_rms_norm"]
     assert len(called) == 8 and all(call["state"] == "completed" for call in called)
 
 
-def test_it_takes_its_place_among_other_calls() -> None:
-    run_ranks(among_others, 4)
+@pytest.mark.ranks(2)
+def test_ranks_that_disagree_hear_of_it(rank: int) -> None:
+    for what in ("hidden", "rows", "dtype", "eps", "form", "call"):
+        name = (group := dist.new_group()).group_name
+        shape, dtype, eps = (4, 64), torch.float32, EPS
+        if rank == 1:
+            shape = {"hidden": (2, 128), "rows": (3, 64)}.get(what, shape)
+            dtype, eps = (torch.bfloat16 if what == "dtype" else dtype), (1e-6 if what == "eps" else eps)
+        tensors = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), torch.ones(shape[-1], dtype=dtype)
+        with pytest.raises(
+            torch_symm.SymmMismatchError, match=r"rank 0.*all_reduce_add_rms_norm\(4 × 64 × float32, eps 1e-5\)"
+        ):
+            if rank == 1 and what == "form":
+                ops.all_reduce_add_rms_norm_dynamic_fp8(*tensors, eps, name)
+            elif rank == 1 and what == "call":
+                dist.all_reduce(tensors[0], group=group)
+            else:
+                ops.all_reduce_add_rms_norm(*tensors, eps, name)
 
 
-def differs(rank: int, world: int, what: str) -> None:
-    name = dist.group.WORLD.group_name
-    shape, dtype, eps = (4, 64), torch.float32, EPS
-    if rank == 1:
-        shape = {"hidden": (2, 128), "rows": (3, 64)}.get(what, shape)
-        dtype, eps = (torch.bfloat16 if what == "dtype" else dtype), (1e-6 if what == "eps" else eps)
-    tensors = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), torch.ones(shape[-1], dtype=dtype)
-    with pytest.raises(
-        torch_symm.SymmMismatchError, match=r"rank 0.*all_reduce_add_rms_norm\(4 × 64 × float32, eps 1e-5\)"
-    ):
-        if rank == 1 and what == "form":
-            ops.all_reduce_add_rms_norm_dynamic_fp8(*tensors, eps, name)
-        elif rank == 1 and what == "call":
-            dist.all_reduce(tensors[0])
-        else:
-            ops.all_reduce_add_rms_norm(*tensors, eps, name)
-
-
-@pytest.mark.parametrize("what", ("hidden", "rows", "dtype", "eps", "form", "call"))
-def test_ranks_that_disagree_hear_of_it(what: str) -> None:
-    run_ranks(differs, 2, what)
-
-
-def refusals(rank: int, world: int) -> None:
+@pytest.mark.ranks(2)
+def test_what_is_not_served_is_refused_by_name() -> None:
     name = dist.group.WORLD.group_name
     ones = torch.ones(2, 64)
     weight = torch.ones(64)
@@ -195,13 +175,13 @@ def refusals(rank: int, world: int) -> None:
         norm(ones, ones, weight, EPS, gloo.group_name)
 
 
-def test_what_is_not_served_is_refused_by_name() -> None:
-    run_ranks(refusals, 2)
-
-
-def killed(rank: int, world: int) -> None:
-    rows = torch.ones(4, 1024)
-    call = (rows, rows, torch.ones(1024), EPS, dist.group.WORLD.group_name)
+def late_then_killed(rank: int, world: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=0.5)).group_name
+    rows, weight = torch.ones(4, 1024), torch.ones(1024)
+    if rank == 0:
+        with pytest.raises(torch_symm.SymmTimeoutError, match=r"all_reduce_add_rms_norm.*rank 1"):
+            ops.all_reduce_add_rms_norm(rows, rows, weight, EPS, group)
+    call = (rows, rows, weight, EPS, dist.group.WORLD.group_name)
     ops.all_reduce_add_rms_norm(*call)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -211,39 +191,22 @@ def killed(rank: int, world: int) -> None:
         ops.all_reduce_add_rms_norm(*call)
 
 
-def late(rank: int, world: int) -> None:
-    rows = torch.ones(4, 1024)
-    dist.barrier()
-    if rank == 1:
-        time.sleep(1.0)
-        return
-    with pytest.raises(torch_symm.SymmTimeoutError, match=r"all_reduce_add_rms_norm.*rank 1"):
-        ops.all_reduce_add_rms_norm(rows, rows, torch.ones(1024), EPS, dist.group.WORLD.group_name)
-
-
 @pytest.mark.timed
 def test_a_dead_peer_and_a_late_one_are_named() -> None:
-    run_ranks(killed, 2, expect_killed=(1,))
-    run_ranks(late, 2, group_timeout=0.5)
+    run_ranks(late_then_killed, 2, expect_killed=(1,))
 
 
-def on_meta_and_compiled(rank: int, world: int) -> None:
+@pytest.mark.ranks(2)
+def test_shapes_on_meta_and_a_whole_graph(rank: int, world_size: int) -> None:
     name = dist.group.WORLD.group_name
-    empty, weight = (
-        torch.empty(3, 64, dtype=torch.bfloat16, device="meta"),
-        torch.empty(64, dtype=torch.bfloat16, device="meta"),
-    )
+    empty, weight = (torch.empty(size, dtype=torch.bfloat16, device="meta") for size in ((3, 64), (64,)))
     normed, total, scales = ops.all_reduce_add_rms_norm_dynamic_fp8(empty, empty, weight, EPS, name)
     assert (normed.dtype, total.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.bfloat16, torch.float32)
     assert (normed.shape, scales.shape, normed.device.type) == ((3, 64), (3, 1), "meta")
     with pytest.raises(ValueError, match="weight is of sizes"):
         ops.all_reduce_add_rms_norm(empty, empty, weight[:8], EPS, name)
-    here = {
-        "input": torch.ones(3, 64),
-        "residual": torch.ones(3, 64),
-        "weight": torch.ones(64),
-        "scale": torch.ones(1),
-    }
+    sizes = {"input": (3, 64), "residual": (3, 64), "weight": (64,), "scale": (1,)}
+    here = {each: torch.ones(size) for each, size in sizes.items()}
     for form in ("", "_", "_fp8", "_dynamic_fp8"):
         call = getattr(ops, f"all_reduce_add_rms_norm{form}")
         scaled = ("scale",) if form == "_fp8" else ()
@@ -262,10 +225,6 @@ def on_meta_and_compiled(rank: int, world: int) -> None:
     fast = torch.compile(layer, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         for batch in (2, 3, 5):
-            rows = Rows(world, (batch, 64), torch.bfloat16, seed=batch)
+            rows = Rows(world_size, (batch, 64), torch.bfloat16, seed=batch)
             given = (rows.inputs[rank], rows.residual, rows.weight)
             assert all(same_bits(*pair) for pair in zip(fast(*given), layer(*given), strict=True)), batch
-
-
-def test_shapes_on_meta_and_a_whole_graph() -> None:
-    run_ranks(on_meta_and_compiled, 2)

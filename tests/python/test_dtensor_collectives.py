@@ -1,8 +1,10 @@
-"""mesh_scatter, mesh_broadcast, padding and the description of shards, compared with torch's functions."""
+"""Moves of shards, scatters, broadcasts, padding and descriptions of shards, compared with torch's functions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import logging
+import math
 from typing import Any
 
 import expected
@@ -10,70 +12,264 @@ import pytest
 import torch
 import torch.distributed.tensor._collective_utils as torchs
 import torch_symm
+from norm_reference import same_bits
 from ranks import backend_of, run_ranks
-from test_dtensor_alltoall import MESHES, numbered, raised, same_bits
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch_symm import dtensor
+from torch_symm.dtensor import shard_dim_alltoall
+
+#: Meshes of four ranks.
+MESHES = ((4,), (2, 2), (4, 1), (1, 4))
 
 
-def same_end(ours: Callable[[], Any], theirs: Callable[[], Any]) -> None:
-    """Both raise the same class with the same message."""
-    first, second = raised(ours), raised(theirs)
-    assert type(first) is type(second) and str(first) == str(second), (first, second)
+def numbered(shape: tuple[int, ...], rank: int) -> torch.Tensor:
+    return torch.arange(float(torch.Size(shape).numel())).view(shape) + 1000 * rank
 
 
-def scattered(rank: int, world: int, mesh_shape: tuple[int, ...]) -> None:
+def cut(whole: torch.Tensor, parts: int, dim: int, index: int) -> torch.Tensor:
+    """The part of rank ``index``; empty if ``chunk`` returns fewer parts than ranks."""
+    found = whole.chunk(parts, dim)
+    return found[index] if index < len(found) else whole.narrow(dim, 0, 0)
+
+
+def shards(rank: int, world: int, mesh_shape: tuple[int, ...]) -> None:
     mesh = init_device_mesh("cpu", mesh_shape)
-    for mesh_dim in range(mesh.ndim):
+    for shape in ((4, 8), (8, 4), (4, 12, 8), (4, 4, 1, 4), (16,), (0, 4), (4, 0, 8)):
+        mine = numbered(shape, rank)
+        for mesh_dim in range(mesh.ndim):
+            for gather_dim in range(len(shape)):
+                for shard_dim in range(-len(shape), len(shape)):
+                    if shape[shard_dim] % mesh.size(mesh_dim):
+                        continue
+                    where = (gather_dim, shard_dim, mesh, mesh_dim)
+                    got = shard_dim_alltoall(mine, *where)
+                    assert same_bits(got, torchs.shard_dim_alltoall(mine, *where)), (shape, *where)
+                    assert got.is_contiguous()
+                    assert same_bits(shard_dim_alltoall(mine, gather_dim - len(shape), *where[1:]), got)
+    assert same_bits(mine, numbered(shape, rank))
+    for shape in ((5, 7), (7, 5, 3), (2, 9), (1, 1), (6, 4), (3, 0, 5), (130, 41)):
+        whole = numbered(shape, 0)
+        for mesh_dim in range(mesh.ndim):
+            ranks, index = mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
+            for gather_dim in range(len(shape)):
+                mine = cut(whole, ranks, gather_dim, index)
+                for shard_dim in range(len(shape)):
+                    got = shard_dim_alltoall(mine, gather_dim, shard_dim, mesh, mesh_dim, gather_size=shape[gather_dim])
+                    wanted = mine if gather_dim == shard_dim else cut(whole, ranks, shard_dim, index)
+                    assert same_bits(got, wanted), (shape, gather_dim, shard_dim, mesh_dim)
+                    assert got.is_contiguous()
+
+
+@pytest.mark.parametrize("mesh_shape", (*MESHES, (3,)), ids=str)
+def test_even_uneven_and_empty_shards(mesh_shape: tuple[int, ...]) -> None:
+    run_ranks(shards, math.prod(mesh_shape), mesh_shape)
+
+
+@pytest.mark.ranks(4)
+def test_every_dtype(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    for dtype in expected.DTYPES:
+        whole = expected.seeded(dtype, (8, 12), 7)
+        mine = cut(whole, world_size, 0, rank)
+        got = shard_dim_alltoall(mine, 0, 1, mesh, 0)
+        assert same_bits(got, torchs.shard_dim_alltoall(mine, 0, 1, mesh, 0)), dtype
+        assert same_bits(got, cut(whole, world_size, 1, rank)), dtype
+        assert same_bits(shard_dim_alltoall(got, 1, 0, mesh, 0), mine), dtype
+        uneven = expected.seeded(dtype, (7, 5), 9)
+        got = shard_dim_alltoall(cut(uneven, world_size, 0, rank), 0, 1, mesh, 0, gather_size=7)
+        assert same_bits(got, cut(uneven, world_size, 1, rank)), dtype
+    # Every bit pattern of a float, signalling NaNs included, is unchanged.
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
+    assert same_bits(
+        shard_dim_alltoall(cut(patterns, world_size, 0, rank), 0, 1, mesh, 0), cut(patterns, world_size, 1, rank)
+    )
+
+
+@pytest.mark.ranks(4)
+def test_inputs_that_are_not_contiguous(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    base = numbered((8, 6, 12), rank)
+    odd: list[tuple[torch.Tensor, torch.Tensor]] = [
+        (base.transpose(0, 2), base.transpose(0, 2).contiguous()),
+        (base[::2, :, 1:9], base[::2, :, 1:9].contiguous()),
+        (base[:4, :, :1].expand(4, 6, 8), base[:4, :, :1].expand(4, 6, 8).contiguous()),
+        (torch.complex(base, -base).conj(), torch.complex(base, base)),
+        (torch._neg_view(base), -base),
+    ]
+    for strided, plain in odd:
+        for gather_dim, shard_dim in ((0, 2), (2, 0), (1, 2)):
+            got = shard_dim_alltoall(strided, gather_dim, shard_dim, mesh, 0)
+            assert same_bits(got, torchs.shard_dim_alltoall(plain, gather_dim, shard_dim, mesh, 0))
+            uneven = shard_dim_alltoall(strided[:, :5], gather_dim, 1 if shard_dim == 2 else 2, mesh, 0)
+            again = shard_dim_alltoall(plain[:, :5].contiguous(), gather_dim, 1 if shard_dim == 2 else 2, mesh, 0)
+            assert same_bits(uneven, again)
+
+
+def same_end(name: str, *args: Any, **options: Any) -> None:
+    """The function of this name and torch's raise the same class with the same message."""
+    found = []
+    for module in (dtensor, torchs):
+        with pytest.raises(Exception) as caught:
+            getattr(module, name)(*args, **options)
+        found.append((caught.type, str(caught.value)))
+    assert found[0] == found[1]
+
+
+@pytest.mark.ranks(4)
+def test_wrong_arguments_are_refused_as_by_torch(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    mine = numbered((4, 8), rank)
+    wrong: list[tuple[Any, ...]] = [(2, 0, mesh, 0), (0, 2, mesh, 0), (0, 1, mesh, 1), (0, 1, mesh, "x")]
+    for arguments in wrong:
+        same_end("shard_dim_alltoall", mine, *arguments)
+    # torch 2.15 interprets this index as dimension 1.
+    with pytest.raises(IndexError, match=r"Dimension out of range .* but got -3"):
+        shard_dim_alltoall(mine, -3, 0, mesh, 0)
+    with pytest.raises(IndexError, match="tensor has no dimensions"):
+        shard_dim_alltoall(torch.tensor(1.0), 0, 0, mesh, 0)
+    words = f"rank {rank} of 4 holds 4 elements of dimension 0, whose 9 elements are cut into 3, 3, 3, 0"
+    with pytest.raises(ValueError, match=words):
+        shard_dim_alltoall(mine, 0, 1, mesh, 0, gather_size=9)
+    # Nothing was exchanged: the group stays usable.
+    assert same_bits(shard_dim_alltoall(mine, 1, 0, mesh, 0), torchs.shard_dim_alltoall(mine, 1, 0, mesh, 0))
+
+
+@pytest.mark.ranks(4)
+def test_ranks_that_hold_other_shapes_are_named(rank: int, world_size: int) -> None:
+    """Uneven shards without ``gather_size`` are rejected; on Gloo torch ends the process."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    with pytest.raises(torch_symm.SymmMismatchError, match="rank 2"):
+        shard_dim_alltoall(torch.zeros(1 if rank == 2 else 2, 8), 0, 1, mesh, 0)
+
+
+@pytest.mark.ranks(2)
+def test_no_warning(world_size: int) -> None:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("torch.distributed.tensor._collective_utils").addHandler(handler)
+    mesh = init_device_mesh("cpu", (world_size,))
+    shard_dim_alltoall(torch.zeros(4, 4), 0, 1, mesh, 0)
+    assert not records
+    torchs.shard_dim_alltoall(torch.zeros(4, 4), 0, 1, mesh, 0)
+    assert [record for record in records if "does not support alltoall" in record.getMessage()]
+
+
+@pytest.mark.ranks(4)
+def test_gradients(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    for shape, size in (((8, 12), None), ((7, 5), 7), ((2, 3), 2)):
+        whole = numbered(shape, 0)
+        weights = torch.arange(float(whole.numel())).view(shape) ** 2
+        mine = cut(whole, world_size, 0, rank).clone().requires_grad_()
+        moved = shard_dim_alltoall(mine, 0, 1, mesh, 0, gather_size=size)
+        (moved * moved * cut(weights, world_size, 1, rank)).sum().backward()
+        assert torch.equal(mine.grad, cut(2 * whole * weights, world_size, 0, rank))
+        still = shard_dim_alltoall(mine, 0, -2, mesh, 0, gather_size=size)
+        assert torch.equal(torch.autograd.grad(still.sum(), mine)[0], torch.ones_like(mine))
+    # Differentiated twice: the second derivative of x**3 is 6 x.
+    mine = numbered((4, 8), rank).requires_grad_()
+    moved = shard_dim_alltoall(mine, 1, 0, mesh, 0)
+    (first,) = torch.autograd.grad((moved**3).sum(), mine, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), mine)
+    assert torch.equal(second, 6 * mine.detach())
+
+
+@pytest.mark.ranks(4)
+def test_torchs_check_of_the_operator(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    name = mesh.get_group(0).group_name
+    operator = torch.ops.torch_symm.shard_dim_alltoall.default
+    torch.library.opcheck(operator, (numbered((4, 8), rank).requires_grad_(), 0, 1, None, name))
+    uneven = cut(numbered((7, 5), 0), world_size, 0, rank).clone().requires_grad_()
+    torch.library.opcheck(operator, (uneven, 0, 1, 7, name))
+
+
+@pytest.mark.ranks(4)
+def test_meta_and_fake_tensors(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    for shape, size in (((4, 8), None), ((7, 5), 7), ((2, 3), 2), ((0, 4), None)):
+        for dtype in (torch.float32, torch.complex64, torch.float8_e5m2):
+            real = numbered(shape, 0).to(dtype)
+            mine = real if size is None else cut(real, world_size, 0, rank).contiguous()
+            wanted = shard_dim_alltoall(mine, 0, 1, mesh, 0, gather_size=size)
+            before = backend_of().get_sequence_number()
+            meta = shard_dim_alltoall(mine.to("meta"), 0, 1, mesh, 0, gather_size=size)
+            with FakeTensorMode() as mode:
+                fake = shard_dim_alltoall(mode.from_tensor(mine), 0, 1, mesh, 0, gather_size=size)
+            after = backend_of().get_sequence_number()
+            assert before == after
+            assert meta.is_meta and fake.device == mine.device
+            for empty in (meta, fake):
+                assert (empty.shape, empty.dtype, empty.stride()) == (wanted.shape, wanted.dtype, wanted.stride())
+            if size is None:
+                assert torchs.shard_dim_alltoall(mine, 0, 1, mesh, 0).shape == meta.shape
+
+
+@pytest.mark.ranks(4, timeout=200)
+@pytest.mark.parametrize("backend", ("aot_eager", pytest.param("inductor", marks=pytest.mark.slow)))
+def test_compiled_without_a_break(rank: int, world_size: int, backend: str) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+
+    def there_and_back(mine: torch.Tensor) -> torch.Tensor:
+        moved = shard_dim_alltoall(mine * 2, 0, 1, mesh, 0)
+        return shard_dim_alltoall((moved * moved), 1, 0, mesh, 0) + mine
+
+    fast = torch.compile(there_and_back, backend=backend, fullgraph=True)
+    for width in (4, 8, 16, 8):  # from the second on the width is symbolic
+        mine = (numbered((3, width), rank) % 7).requires_grad_()  # small integers: exact with any fusion
+        other = mine.detach().clone().requires_grad_()
+        fast(mine).pow(2).sum().backward()
+        there_and_back(other).pow(2).sum().backward()
+        assert torch.equal(fast(mine), there_and_back(other))
+        assert torch.equal(mine.grad, other.grad)
+
+    def uneven(mine: torch.Tensor) -> torch.Tensor:
+        return shard_dim_alltoall(mine, 0, 1, mesh, 0, gather_size=7) + 1
+
+    whole = numbered((7, 5), 0)
+    got = torch.compile(uneven, backend=backend, fullgraph=True)(cut(whole, world_size, 0, rank))
+    assert same_bits(got, cut(whole, world_size, 1, rank) + 1)
+
+
+@pytest.mark.ranks(3, backend="gloo")
+def test_groups_of_another_backend(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    whole = numbered((7, 5), 0)
+    got = shard_dim_alltoall(cut(whole, world_size, 0, rank), 0, 1, mesh, 0, gather_size=7)
+    assert same_bits(got, cut(whole, world_size, 1, rank))
+
+
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+@pytest.mark.ranks(4)
+def test_scatter_and_broadcast(rank: int, mesh_shape: tuple[int, ...]) -> None:
+    mesh = init_device_mesh("cpu", mesh_shape)
+    shapes: tuple[tuple[int, ...], ...] = ((3, 5), (0, 4), (), (70_000,))
+    for mesh_dim, shape, asynchronous in itertools.product(range(mesh.ndim), shapes, (False, True)):
         ranks = mesh.size(mesh_dim)
+        parts = [numbered(shape, 10 * rank + part) for part in range(ranks)]
         for source in range(ranks):
-            for shape in ((3, 5), (0, 4), (), (70_000,)):
-                parts = [numbered(shape, 10 * rank + part) for part in range(ranks)]
-                for asynchronous in (False, True):
-                    ours, theirs = torch.empty(shape), torch.empty(shape)
-                    work = dtensor.mesh_scatter(ours, parts, mesh, mesh_dim, asynchronous, group_src=source)
-                    assert (work is not None) == asynchronous
-                    if work is not None:
-                        work.wait()
-                    torchs.mesh_scatter(theirs, parts, mesh, mesh_dim, group_src=source)
-                    assert same_bits(ours, theirs)
-                    if shape == (3, 5):
-                        first = list(mesh.get_coordinate())
-                        mine, first[mesh_dim] = first[mesh_dim], source
-                        assert same_bits(ours, numbered(shape, 10 * mesh.mesh[tuple(first)].item() + mine))
+            first = list(mesh.get_coordinate())
+            mine, first[mesh_dim] = first[mesh_dim], source
+            giver = mesh.mesh[tuple(first)].item()
+            for name, given, wanted in (
+                ("mesh_scatter", [parts], numbered(shape, 10 * giver + mine)),
+                ("mesh_broadcast", [], numbered(shape, giver)),
+            ):
+                ours, theirs = numbered(shape, rank), numbered(shape, rank)
+                work = getattr(dtensor, name)(ours, *given, mesh, mesh_dim, asynchronous, group_src=source)
+                assert (work is not None) == asynchronous
+                if work is not None:
+                    work.wait()
+                getattr(torchs, name)(theirs, *given, mesh, mesh_dim, group_src=source)
+                assert same_bits(ours, wanted) and same_bits(theirs, wanted), (name, shape, source)
 
 
-@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
-def test_scatter(mesh_shape: tuple[int, ...]) -> None:
-    run_ranks(scattered, 4, mesh_shape)
-
-
-def broadcast(rank: int, world: int, mesh_shape: tuple[int, ...]) -> None:
-    mesh = init_device_mesh("cpu", mesh_shape)
-    for mesh_dim in range(mesh.ndim):
-        for source in range(mesh.size(mesh_dim)):
-            for shape in ((3, 5), (0, 4), (), (70_000,)):
-                for asynchronous in (False, True):
-                    ours, theirs = numbered(shape, rank), numbered(shape, rank)
-                    work = dtensor.mesh_broadcast(ours, mesh, mesh_dim, asynchronous, group_src=source)
-                    assert (work is not None) == asynchronous
-                    if work is not None:
-                        work.wait()
-                    torchs.mesh_broadcast(theirs, mesh, mesh_dim, group_src=source)
-                    assert same_bits(ours, theirs)
-                    first = list(mesh.get_coordinate())
-                    first[mesh_dim] = source
-                    assert same_bits(ours, numbered(shape, mesh.mesh[tuple(first)].item()))
-
-
-@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
-def test_broadcast(mesh_shape: tuple[int, ...]) -> None:
-    run_ranks(broadcast, 4, mesh_shape)
-
-
-def every_dtype_and_layout(rank: int, world: int) -> None:
+@pytest.mark.ranks(4)
+def test_every_dtype_into_strided_tensors(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     for dtype in expected.DTYPES:
         for mesh_dim in (0, 1):
@@ -88,54 +284,28 @@ def every_dtype_and_layout(rank: int, world: int) -> None:
             assert same_bits(ours, theirs), dtype
 
 
-def test_every_dtype_into_strided_tensors() -> None:
-    run_ranks(every_dtype_and_layout, 4)
-
-
-def on_meta(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,))
+@pytest.mark.ranks(2)
+def test_meta_tensors_and_wrong_arguments_move_nothing(rank: int, world_size: int) -> None:
+    """Wrong arguments are rejected as by torch."""
+    mesh = init_device_mesh("cpu", (world_size,))
     before = backend_of().get_sequence_number()
     for asynchronous in (False, True):
         empty = torch.empty(3, device="meta")
-        assert dtensor.mesh_scatter(empty, [empty] * world, mesh, 0, asynchronous) is None
+        assert dtensor.mesh_scatter(empty, [empty] * world_size, mesh, 0, asynchronous) is None
         assert dtensor.mesh_broadcast(empty, mesh, 0, asynchronous) is None
     assert before == backend_of().get_sequence_number()
-
-
-def test_meta_tensors_move_nothing() -> None:
-    run_ranks(on_meta, 2)
-
-
-def refused(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,))
     one, nine = torch.zeros(3), numbered((3,), 9)
     for arguments in ((mesh, 1), (mesh, "x"), (mesh, -2)):
-        same_end(
-            lambda arguments=arguments: dtensor.mesh_broadcast(one, *arguments),
-            lambda arguments=arguments: torchs.mesh_broadcast(one, *arguments),
-        )
-        same_end(
-            lambda arguments=arguments: dtensor.mesh_scatter(one, [one] * world, *arguments),
-            lambda arguments=arguments: torchs.mesh_scatter(one, [one] * world, *arguments),
-        )
-    for source in (world, -1):
-        same_end(
-            lambda source=source: dtensor.mesh_broadcast(one, mesh, group_src=source),
-            lambda source=source: torchs.mesh_broadcast(one, mesh, group_src=source),
-        )
+        same_end("mesh_broadcast", one, *arguments)
+        same_end("mesh_scatter", one, [one] * world_size, *arguments)
+    for source in (world_size, -1):
+        same_end("mesh_broadcast", one, mesh, group_src=source)
     if rank == 0:
         for wrong in (None, [one], [one, torch.zeros(4)], [one, torch.zeros(3, dtype=torch.int32)], [one, 1]):
-            same_end(
-                lambda wrong=wrong: dtensor.mesh_scatter(one, wrong, mesh),
-                lambda wrong=wrong: torchs.mesh_scatter(one, wrong, mesh),
-            )
+            same_end("mesh_scatter", one, wrong, mesh)
     # Nothing was exchanged, and only the list of the source is used.
     dtensor.mesh_scatter(one, [nine, nine] if rank == 0 else [], mesh)
     assert same_bits(one, nine)
-
-
-def test_wrong_arguments_are_refused_as_by_torch() -> None:
-    run_ranks(refused, 2)
 
 
 @pytest.mark.parametrize("dtype", expected.DTYPES, ids=expected.name)
@@ -157,20 +327,14 @@ def test_padding(dtype: torch.dtype) -> None:
 
 def test_padding_is_refused_as_by_torch() -> None:
     values = torch.zeros(2, 3)
-    for name, dim, size in (
-        ("pad_tensor", 2, 1),
-        ("pad_tensor", -3, 1),
-        ("unpad_tensor", 2, 1),
-        ("unpad_tensor", 0, 3),
-        ("unpad_tensor", 0, -1),
-    ):
-        same_end(
-            lambda name=name, dim=dim, size=size: getattr(dtensor, name)(values, dim, size),
-            lambda name=name, dim=dim, size=size: getattr(torchs, name)(values, dim, size),
-        )
+    for dim, size in ((2, 1), (-3, 1)):
+        same_end("pad_tensor", values, dim, size)
+    for dim, size in ((2, 1), (0, 3), (0, -1)):
+        same_end("unpad_tensor", values, dim, size)
 
 
-def traced(rank: int, world: int) -> None:
+@pytest.mark.ranks(1)
+def test_padding_is_traced_and_differentiated() -> None:
     value = torch.ones(2, 3, requires_grad=True)
 
     def there_and_back(value: torch.Tensor) -> torch.Tensor:
@@ -181,10 +345,6 @@ def traced(rank: int, world: int) -> None:
     got.sum().backward()
     assert torch.equal(value.grad, torch.full((2, 3), 3.0))
     assert dtensor.pad_tensor(torch.empty(2, 3, device="meta"), 0, 2).shape == (4, 3)
-
-
-def test_padding_is_traced_and_differentiated() -> None:
-    run_ranks(traced, 1)
 
 
 def test_empty_shards() -> None:
@@ -198,13 +358,11 @@ def test_empty_shards() -> None:
     shards = [torch.zeros(2)]
     assert dtensor.fill_empty_tensor_to_shards(shards, 9, 0) is shards and len(shards) == 1
     for wrong in (([], 0, 1), ([torch.zeros(2)], 1, 1)):
-        same_end(
-            lambda wrong=wrong: dtensor.fill_empty_tensor_to_shards(*wrong),
-            lambda wrong=wrong: torchs.fill_empty_tensor_to_shards(*wrong),
-        )
+        same_end("fill_empty_tensor_to_shards", *wrong)
 
 
-def specs(rank: int, world: int) -> None:
+@pytest.mark.ranks(4)
+def test_bytes_of_a_spec() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     for dtype in (torch.float32, torch.bfloat16, torch.complex128, torch.bool):
         for shape in ((7, 5), (0, 3), (4,)):
@@ -213,14 +371,11 @@ def specs(rank: int, world: int) -> None:
                 whole = torch.Size(shape).numel() * dtype.itemsize
                 assert dtensor.spec_to_bytes(spec) == torchs.spec_to_bytes(spec) == whole
     unknown = DTensorSpec(mesh, (Shard(0), Replicate()))
-    same_end(lambda: dtensor.spec_to_bytes(unknown), lambda: torchs.spec_to_bytes(unknown))
+    same_end("spec_to_bytes", unknown)
 
 
-def test_bytes_of_a_spec() -> None:
-    run_ranks(specs, 4)
-
-
-def compared(rank: int, world: int) -> None:
+@pytest.mark.ranks(4)
+def test_metadata_of_ranks(rank: int) -> None:
     odd = rank == 2
     for value, shapes, words in (
         (torch.zeros(3 + odd, 2), False, None),
@@ -247,10 +402,6 @@ def compared(rank: int, world: int) -> None:
         with pytest.raises(ValueError) as theirs:
             torchs.check_tensor_meta(value, check_shape_stride=shapes)
         assert str(ours.value).startswith(str(theirs.value))
-
-
-def test_metadata_of_ranks() -> None:
-    run_ranks(compared, 4)
 
 
 def test_the_package_is_reached_by_name() -> None:

@@ -14,9 +14,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from test_dtensor_alltoall import same_bits
-from torch._subclasses.fake_tensor import FakeTensorMode
+from norm_reference import same_bits
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -55,7 +53,9 @@ def redistributed(
     return moved.to_local(), moved.full_tensor(), counts.get(MOVES, 0), counts.get(GATHERS, 0)
 
 
-def every_pair(rank: int, world: int, mesh_shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("mesh_shape", ((4,), (2, 2)), ids=str)
+@pytest.mark.ranks(4, timeout=200)
+def test_every_pair_of_placements_gives_torchs_shards(mesh_shape: tuple[int, ...]) -> None:
     mesh = init_device_mesh("cpu", mesh_shape)
     saved = 0
     for shape in SHAPES:
@@ -79,31 +79,20 @@ def every_pair(rank: int, world: int, mesh_shape: tuple[int, ...]) -> None:
     assert saved > 10
 
 
-@pytest.mark.parametrize("mesh_shape", ((4,), (2, 2)), ids=str)
-def test_every_pair_of_placements_gives_torchs_shards(mesh_shape: tuple[int, ...]) -> None:
-    run_ranks(every_pair, 4, mesh_shape, timeout=200)
-
-
 @pytest.mark.ranks(4)
-def test_shards_move_once_and_nothing_is_gathered(world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (world_size,))
-    for shape in ((8, 12), (7, 5), (2, 9)):
-        tensor = distribute_tensor(whole(shape), mesh, [Shard(0)])
-        with CommDebugMode() as counted:
-            moved = tensor.redistribute(mesh, [Shard(1)])
-        assert dict(counted.get_comm_counts()) == {MOVES: 1}
-        assert moved.to_local().is_contiguous()
-
-
-@pytest.mark.ranks(4)
-def test_gradients_move_back(world_size: int) -> None:
+def test_shards_and_gradients_move_once_and_nothing_is_gathered(world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     for shape in ((8, 12), (7, 5), (2, 9)):
         factors = distribute_tensor(whole(shape) + 1, mesh, [Shard(1)])
         tensor = distribute_tensor(whole(shape), mesh, [Shard(0)]).requires_grad_()
         with CommDebugMode() as counted:
-            (tensor.redistribute(mesh, [Shard(1)]) * factors).sum().backward()
-        assert counted.get_comm_counts()[MOVES] == 2
+            moved = tensor.redistribute(mesh, [Shard(1)])
+        assert dict(counted.get_comm_counts()) == {MOVES: 1}
+        assert moved.to_local().is_contiguous()
+        total = (moved * factors).sum()
+        with CommDebugMode() as counted:
+            total.backward()
+        assert counted.get_comm_counts()[MOVES] == 1
         assert tensor.grad.placements == (Shard(0),)
         assert torch.equal(tensor.grad.full_tensor(), whole(shape) + 1)
 
@@ -127,34 +116,16 @@ def test_compiled(world_size: int) -> None:
             assert torch.equal(tensor.grad.full_tensor(), (whole(shape) * 2 + 1) * 4)
 
 
-@pytest.mark.ranks(4)
-def test_fake_tensors(world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (world_size,))
-    for shape in ((8, 12), (7, 5)):
-        real = distribute_tensor(whole(shape), mesh, [Shard(0)])
-        plain, wanted = real.to_local(), real.redistribute(mesh, [Shard(1)]).to_local()
-        with FakeTensorMode() as mode:
-            local = mode.from_tensor(plain)
-            tensor = DTensor.from_local(
-                local, mesh, [Shard(0)], shape=real.shape, stride=real.stride(), run_check=False
-            )
-            got = tensor.redistribute(mesh, [Shard(1)]).to_local()
-        assert (got.shape, got.dtype, got.device) == (wanted.shape, wanted.dtype, wanted.device)
-
-
-def other_groups(rank: int, world: int, backend: str) -> None:
+@pytest.mark.ranks(3, backend="gloo")
+def test_meshes_of_other_backends_stay_with_torch(world_size: int) -> None:
     """An additional symm group changes nothing for a mesh of another backend."""
     dist.new_group(backend="symm")
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh("cpu", (world_size,))
     tensor = distribute_tensor(whole((7, 5)), mesh, [Shard(0)])
     with CommDebugMode() as counted:
         moved = tensor.redistribute(mesh, [Shard(1)])
     assert dict(counted.get_comm_counts()) == {GATHERS: 1}
     assert torch.equal(moved.full_tensor(), whole((7, 5)))
-
-
-def test_meshes_of_other_backends_stay_with_torch() -> None:
-    run_ranks(other_groups, 3, "gloo", backend="gloo")
 
 
 @pytest.mark.ranks(4)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -13,32 +11,28 @@ import torch.distributed._functional_collectives as funcol
 import torch.distributed._symmetric_memory as torchs
 import torch_symm.symm_mem as symm_mem
 from programs import QUIET, needs_compiler
-from ranks import run_ranks
 from torch_symm.symm_mem import _test_mode
 
 
-def on_meta(rank: int, world: int) -> None:
+@pytest.mark.ranks(2)
+def test_shapes_and_strides_on_meta(world_size: int) -> None:
     name = dist.group.WORLD.group_name
     A, B = torch.empty(4, 8, 3, device="meta"), torch.empty(3, 5, device="meta")
     for dim in range(2):
         whole, (product,) = symm_mem.fused_all_gather_matmul(A, [B], dim, name)
         shape = [4, 8, 3]
-        shape[dim] *= world
+        shape[dim] *= world_size
         assert whole is not None and list(whole.shape) == shape and list(product.shape) == [*shape[:-1], 5]
         assert whole.movedim(dim, 0).is_contiguous() and product.movedim(dim, 0).is_contiguous()
-    whole, (product,) = symm_mem.fused_all_gather_matmul(A, [torch.empty(3 * world, 5, device="meta")], 2, name)
-    assert whole is not None and whole.shape == (4, 8, 3 * world) and whole.is_contiguous()
+    whole, (product,) = symm_mem.fused_all_gather_matmul(A, [torch.empty(3 * world_size, 5, device="meta")], 2, name)
+    assert whole is not None and whole.shape == (4, 8, 3 * world_size) and whole.is_contiguous()
     assert symm_mem.fused_all_gather_matmul(A, [B], 0, name, return_A=False)[0] is None
     wide = torch.empty(3, 8, device="meta")
-    for dim, shape in enumerate(((4 // world, 8, 8), (4, 8 // world, 8), (4, 8, 8 // world))):
+    for dim, shape in enumerate(((4 // world_size, 8, 8), (4, 8 // world_size, 8), (4, 8, 8 // world_size))):
         piece = symm_mem.fused_matmul_reduce_scatter(A, wide, "avg", dim, name)
         assert piece.shape == shape and piece.is_contiguous()
     with pytest.raises(ValueError, match="Invalid gather_dim"):
         symm_mem.fused_matmul_reduce_scatter(A, wide, "avg", 3, name)
-
-
-def test_shapes_and_strides_on_meta() -> None:
-    run_ranks(on_meta, 2)
 
 
 def layer(tokens: torch.Tensor, up: torch.Tensor, down: torch.Tensor, name: str) -> torch.Tensor:
@@ -46,7 +40,9 @@ def layer(tokens: torch.Tensor, up: torch.Tensor, down: torch.Tensor, name: str)
     return symm_mem.fused_matmul_reduce_scatter(torch.relu(hidden), down, "sum", 0, name) * 2
 
 
-def compiled(rank: int, world: int, backend: str) -> None:
+@pytest.mark.parametrize("backend", ("aot_eager", pytest.param("inductor", marks=(needs_compiler, pytest.mark.slow))))
+@pytest.mark.ranks(2, timeout=200, env=QUIET)
+def test_operators_compile_without_a_graph_break(rank: int, backend: str) -> None:
     name = dist.group.WORLD.group_name
     torch.manual_seed(rank)
     tokens, up, down = torch.randn(4, 8), torch.randn(8, 6), torch.randn(6, 8)
@@ -61,15 +57,11 @@ def compiled(rank: int, world: int, backend: str) -> None:
     assert torch.allclose(fast(longer, up, down, name), layer(longer, up, down, name), atol=1e-4)
 
 
-@pytest.mark.parametrize("backend", ("aot_eager", pytest.param("inductor", marks=(needs_compiler, pytest.mark.slow))))
-def test_operators_compile_without_a_graph_break(backend: str) -> None:
-    run_ranks(compiled, 2, backend, timeout=200, env=QUIET)
-
-
-def torchs_operators(rank: int, world: int) -> None:
+@pytest.mark.ranks(2)
+def test_install_serves_symm_groups_and_uninstall_undoes_it(rank: int, world_size: int) -> None:
     ops = torch.ops.symm_mem
     world_name, gloo = dist.group.WORLD.group_name, dist.new_group(backend="gloo")
-    A, B = torch.full((2 * world, 3), float(rank + 1)), torch.ones(3, 4)
+    A, B = torch.full((2 * world_size, 3), float(rank + 1)), torch.ones(3, 4)
 
     def everything(name: str) -> list[torch.Tensor]:
         whole, (product,) = ops.fused_all_gather_matmul(A, [B], 0, name)
@@ -85,7 +77,7 @@ def torchs_operators(rank: int, world: int) -> None:
         wanted = [symm_mem.fused_all_gather_matmul(A, [B], 0, world_name)[0], *everything(world_name)[1:]]
         for got in (everything(world_name), everything(gloo.group_name)):
             assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
-        total = 3.0 * sum(range(1, world + 1))
+        total = 3.0 * sum(range(1, world_size + 1))
         assert torch.equal(everything(gloo.group_name)[2], torch.full((2, 4), total))
         assert torchs.is_symm_mem_enabled_for_group(world_name)
         assert not torchs.is_symm_mem_enabled_for_group(gloo.group_name)
@@ -97,10 +89,6 @@ def torchs_operators(rank: int, world: int) -> None:
             everything(world_name)
 
 
-def test_install_serves_symm_groups_and_uninstall_undoes_it() -> None:
-    run_ranks(torchs_operators, 2)
-
-
 def feed_forward(tokens: torch.Tensor, up: torch.Tensor, down: torch.Tensor, group: Any, dim: int) -> torch.Tensor:
     """A tensor-parallel MLP with sequence parallelism, by plain functional collectives."""
     everyone = funcol.all_gather_tensor(tokens, 0, group)
@@ -110,44 +98,27 @@ def feed_forward(tokens: torch.Tensor, up: torch.Tensor, down: torch.Tensor, gro
     return funcol.reduce_scatter_tensor(hidden @ down, "sum", dim, group)
 
 
-def async_tensor_parallel(rank: int, world: int, dim: int) -> list[str]:
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="Inductor asks for a torch that was built with NCCL")
+@pytest.mark.ranks(2, timeout=200, env=QUIET)
+def test_async_tensor_parallelism_of_inductor(rank: int) -> None:
     from torch._inductor import config
     from torch._inductor.utils import run_and_get_code
 
     symm_mem.enable_fused_ops()
-    torch.manual_seed(rank)
-    shape = (8, 16) if dim == 0 else (3, 8, 16)
-    tokens, up, down = torch.randn(shape), torch.randn(16, 24), torch.randn(24, 16)
-    wanted = feed_forward(tokens, up, down, dist.group.WORLD, dim)
-    with config.patch(_micro_pipeline_tp=True):
-        fast = torch.compile(feed_forward, fullgraph=True)
-        got, codes = run_and_get_code(fast, tokens, up, down, dist.group.WORLD, dim)
-        for _ in range(3):
-            assert torch.allclose(got, wanted, atol=1e-4)
-            got = fast(tokens, up, down, dist.group.WORLD, dim)
-    assert torch.allclose(got, wanted, atol=1e-4)
-    return codes
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.skipif(not dist.is_nccl_available(), reason="Inductor asks for a torch that was built with NCCL")
-@pytest.mark.parametrize("dim", (0, 1))
-def test_async_tensor_parallelism_of_inductor(dim: int) -> None:
-    for codes in run_ranks(async_tensor_parallel, 2, dim, timeout=200, env=QUIET):
+    for dim, shape in enumerate(((8, 16), (3, 8, 16))):
+        torch._dynamo.reset()
+        torch.manual_seed(rank)
+        given = torch.randn(shape), torch.randn(16, 24), torch.randn(24, 16), dist.group.WORLD, dim
+        wanted = feed_forward(*given)
+        with config.patch(_micro_pipeline_tp=True):
+            fast = torch.compile(feed_forward, fullgraph=True)
+            got, codes = run_and_get_code(fast, *given)
+            for _ in range(3):
+                assert torch.allclose(got, wanted, atol=1e-4)
+                got = fast(*given)
+        assert torch.allclose(got, wanted, atol=1e-4)
         text = "\n".join(codes)
         assert "symm_mem.fused_all_gather_matmul" in text and "symm_mem.fused_matmul_reduce_scatter" in text, text
         assert "all_gather_into_tensor" not in text and "reduce_scatter_tensor" not in text
-
-
-def test_the_module_is_imported_when_it_is_asked_for() -> None:
-    program = (
-        "import sys, torch_symm\n"
-        "assert 'torch_symm.symm_mem' not in sys.modules\n"
-        "assert torch_symm.symm_mem.empty is sys.modules['torch_symm.symm_mem'].empty\n"
-        "import torch\n"
-        "print(torch.ops.symm.fused_all_gather_matmul)\n"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0, result.stderr
-    assert "symm.fused_all_gather_matmul" in result.stdout

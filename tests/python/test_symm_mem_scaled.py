@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_symm.symm_mem as symm_mem
-from ranks import run_ranks
 from torch_symm.symm_mem import _test_mode
 from torch_symm.symm_mem._scales import ScaleMode, gather_mode
 
@@ -37,7 +36,8 @@ def same(got: torch.Tensor, wanted: torch.Tensor) -> bool:
     return layout and torch.allclose(got.float(), wanted.float(), rtol=1e-2, atol=1e-2)
 
 
-def gathers(rank: int, world: int) -> None:
+@pytest.mark.ranks(WORLDS)
+def test_all_gather_scaled_matmul(rank: int, world_size: int) -> None:
     name = dist.group.WORLD.group_name
     for shape in ((16, 32), (2, 16, 32), (3, 2, 8, 16)):
         for gather_dim in range(len(shape) - 1):
@@ -47,7 +47,8 @@ def gathers(rank: int, world: int) -> None:
             dtypes = [torch.bfloat16, torch.float32]
             args = (A, Bs, scale, scales, gather_dim, name, [None, None], [None, None], dtypes, [False, False])
             got, wanted = both_ways(lambda args=args: symm_mem.fused_all_gather_scaled_matmul(*args))
-            assert torch.equal(got[0].float(), torch.cat([matrix(shape, r).float() for r in range(world)], gather_dim))
+            whole = torch.cat([matrix(shape, r).float() for r in range(world_size)], gather_dim)
+            assert torch.equal(got[0].float(), whole)
             assert got[0].stride() == wanted[0].stride()
             assert all(same(one, other) for one, other in zip(got[1], wanted[1], strict=True))
             dequantized = [got[0].float() @ B.float() * 0.5 * one for B, one in zip(Bs, scales, strict=True)]
@@ -55,12 +56,8 @@ def gathers(rank: int, world: int) -> None:
                 assert torch.allclose(one.float(), exact, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_all_gather_scaled_matmul(world: int) -> None:
-    run_ranks(gathers, world)
-
-
-def scatters(rank: int, world: int) -> None:
+@pytest.mark.ranks(WORLDS)
+def test_scaled_matmul_reduce_scatter(rank: int, world_size: int) -> None:
     name = dist.group.WORLD.group_name
     B, scale_B = operand(32, 16, 50 + rank), torch.tensor(0.25)
     for shape, dim, op in (
@@ -80,50 +77,38 @@ def scatters(rank: int, world: int) -> None:
             assert same(got, wanted), (shape, dim, op, got.stride(), wanted.stride())
             exact = (A.float() @ B.float()) * 0.125
             dist.all_reduce(exact)
-            exact = exact / world if op == "avg" else exact
-            assert torch.allclose(got.float(), exact.chunk(world, dim)[rank], rtol=3e-2, atol=1e-1)
+            exact = exact / world_size if op == "avg" else exact
+            assert torch.allclose(got.float(), exact.chunk(world_size, dim)[rank], rtol=3e-2, atol=1e-1)
         assert whole == [*shape[:-1], 16]
     args = (matrix((8, 32), rank), B, scale_B, scale_B, "sum", 0, 0, name, None, None, None, torch.float32)
     got, wanted = both_ways(lambda: symm_mem.fused_scaled_matmul_reduce_scatter(*args))
-    assert same(got, wanted) and got.shape == (8 // world, 16)
+    assert same(got, wanted) and got.shape == (8 // world_size, 16)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_scaled_matmul_reduce_scatter(world: int) -> None:
-    run_ranks(scatters, world)
-
-
-def on_meta(rank: int, world: int) -> None:
+@pytest.mark.ranks(2)
+def test_scales_of_rows_on_meta(world_size: int) -> None:
     name = dist.group.WORLD.group_name
     A = torch.empty(3, 16, 32, dtype=FP8, device="meta")
     B = torch.empty(16, 32, dtype=FP8, device="meta").t()
     rows = torch.empty(1, 16, device="meta")
-    for gather_dim, scale in ((0, (3, 16, 1)), (1, (3, 16, 1)), (0, (3 * world, 16, 1)), (1, (3, 16 * world, 1))):
-        got, (product,) = symm_mem.fused_all_gather_scaled_matmul(
-            A,
-            [B],
-            torch.empty(scale, device="meta"),
-            [rows],
-            gather_dim,
-            name,
-            [None],
-            [None],
-            [torch.bfloat16],
-            [True],
-        )
+    for gather_dim, scale in (
+        (0, (3, 16, 1)),
+        (1, (3, 16, 1)),
+        (0, (3 * world_size, 16, 1)),
+        (1, (3, 16 * world_size, 1)),
+    ):
+        lists = ([None], [None], [torch.bfloat16], [True])
+        args = (A, [B], torch.empty(scale, device="meta"), [rows], gather_dim, name, *lists)
+        got, (product,) = symm_mem.fused_all_gather_scaled_matmul(*args)
         shape = [3, 16, 32]
-        shape[gather_dim] *= world
+        shape[gather_dim] *= world_size
         assert list(got.shape) == shape and list(product.shape) == [*shape[:-1], 16]
         assert product.dtype == torch.bfloat16 and product.movedim(gather_dim, 0).is_contiguous()
     scale = torch.empty(3, 16, 1, device="meta")
     piece = symm_mem.fused_scaled_matmul_reduce_scatter(
         A, B, scale, rows, "avg", 1, 1, name, [3, 16, 16], None, None, torch.bfloat16
     )
-    assert piece.shape == (3, 16 // world, 16) and piece.dtype == torch.bfloat16 and piece.is_contiguous()
-
-
-def test_scales_of_rows_on_meta() -> None:
-    run_ranks(on_meta, 2)
+    assert piece.shape == (3, 16 // world_size, 16) and piece.dtype == torch.bfloat16 and piece.is_contiguous()
 
 
 def test_what_a_scale_belongs_to() -> None:
@@ -139,47 +124,33 @@ def test_what_a_scale_belongs_to() -> None:
             gather_mode(shard, torch.ones(shape), 0, 2)
 
 
-def wrong_arguments(rank: int, world: int) -> None:
+@pytest.mark.ranks(2)
+def test_wrong_arguments_are_refused() -> None:
     name = dist.group.WORLD.group_name
     A, B, one = matrix((16, 32), 1), operand(32, 16, 2), torch.ones(())
-    lists: dict[str, list[Any]] = {
-        "biases": [None],
-        "result_scales": [None],
-        "out_dtypes": [None],
-        "use_fast_accum": [False],
-    }
+    lists: dict[str, list[Any]] = {key: [None] for key in ("biases", "result_scales", "out_dtypes")}
+    lists["use_fast_accum"] = [False]
 
     def gather(scale: torch.Tensor = one, dim: int = 0, scales: int = 1, **changed: list[Any]) -> None:
         symm_mem.fused_all_gather_scaled_matmul(A, [B], scale, [one] * scales, dim, name, **{**lists, **changed})
-
-    for key in lists:
-        with pytest.raises(ValueError, match=rf"len\({key}\) must be the same as len\(Bs\)"):
-            gather(**{key: []})
-    with pytest.raises(ValueError, match=r"len\(B_scales\) must be"):
-        gather(scales=2)
-    with pytest.raises(ValueError, match="Invalid gather_dim"):
-        gather(dim=1)
-    with pytest.raises(ValueError, match="Invalid scale shape"):
-        gather(torch.ones(5, 1))
-    with pytest.raises(ValueError, match="scalar type 3"):
-        gather(out_dtypes=[torch.int32])
 
     def scatter(
         scale: torch.Tensor = one, op: str = "sum", dim: int = 0, its_dim: int = 0, columns: torch.Tensor = B
     ) -> None:
         symm_mem.fused_scaled_matmul_reduce_scatter(A, columns, scale, one, op, dim, its_dim, name, [16, 16])
 
-    with pytest.raises(ValueError, match="reduce_op must be sum or avg"):
-        scatter(op="max")
-    with pytest.raises(ValueError, match="Invalid scatter dim for 2D tensor"):
-        scatter(its_dim=1)
-    with pytest.raises(ValueError, match=r"Invalid scatter dim for 3D\+ output"):
-        scatter(dim=2)
-    with pytest.raises(ValueError, match="leading dims of A_scale must match"):
-        scatter(torch.ones(3, 1))
-    with pytest.raises(ValueError, match="B must be a matrix"):
-        scatter(columns=B[0])
-
-
-def test_wrong_arguments_are_refused() -> None:
-    run_ranks(wrong_arguments, 2)
+    calls: list[tuple[Callable[..., None], dict[str, Any], str]] = [
+        *((gather, {key: []}, rf"len\({key}\) must be the same as len\(Bs\)") for key in lists),
+        (gather, {"scales": 2}, r"len\(B_scales\) must be"),
+        (gather, {"dim": 1}, "Invalid gather_dim"),
+        (gather, {"scale": torch.ones(5, 1)}, "Invalid scale shape"),
+        (gather, {"out_dtypes": [torch.int32]}, "scalar type 3"),
+        (scatter, {"op": "max"}, "reduce_op must be sum or avg"),
+        (scatter, {"its_dim": 1}, "Invalid scatter dim for 2D tensor"),
+        (scatter, {"dim": 2}, r"Invalid scatter dim for 3D\+ output"),
+        (scatter, {"scale": torch.ones(3, 1)}, "leading dims of A_scale must match"),
+        (scatter, {"columns": B[0]}, "B must be a matrix"),
+    ]
+    for call, changed, words in calls:
+        with pytest.raises(ValueError, match=words):
+            call(**changed)

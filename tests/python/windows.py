@@ -196,23 +196,22 @@ def operators(rank: int, world: int, here: Here) -> None:
             expected = data.float().sum(0).to(dtype)
             near = {"atol": 0.1, "rtol": 0.05} if dtype == torch.bfloat16 else {"atol": 1e-4, "rtol": 1e-4}
             tensor.copy_(data[rank])
-            got = ops.one_shot_all_reduce(tensor, "sum", name)
-            torch.testing.assert_close(got.cpu(), expected, **near)
-            out = torch.empty_like(got)
+            out = torch.empty_like(tensor)
             ops.one_shot_all_reduce_out(tensor, "sum", name, out)
-            torch.testing.assert_close(out.cpu(), expected, **near)
-            got = ops.one_shot_all_reduce_copy(tensor, data[rank].to(here.device), "sum", name)
-            torch.testing.assert_close(got.cpu(), expected, **near)
-            tensor.copy_(data[rank])
+            for got in (
+                out,
+                ops.one_shot_all_reduce(tensor, "sum", name),
+                ops.one_shot_all_reduce_copy(tensor, data[rank].to(here.device), "sum", name),
+            ):
+                torch.testing.assert_close(got.cpu(), expected, **near)
             dist.barrier()
-            ops.two_shot_all_reduce_(tensor, "sum", name)
-            torch.testing.assert_close(tensor.cpu(), expected, **near)
-            tensor.copy_(data[rank])
-            dist.barrier()
-            part = torch.empty(count // world, dtype=dtype, device=here.device) if count % world == 0 else None
-            if part is not None and count > 64:
+            if count > 64 and count % world == 0:
+                part = torch.empty(count // world, dtype=dtype, device=here.device)
                 ops.reduce_scatter_out(tensor, name, False, part)
                 torch.testing.assert_close(part.cpu(), expected.chunk(world)[rank], **near)
+                dist.barrier()
+            ops.two_shot_all_reduce_(tensor, "sum", name)
+            torch.testing.assert_close(tensor.cpu(), expected, **near)
     tensor, _ = opened(here, 64, dtype=torch.uint32)
     ops.memset32_(tensor, 3, 7, 5)
     ops.stream_write_value32_(tensor, 20, 9)
