@@ -78,6 +78,16 @@ def settle() -> None:
         torch.cuda.synchronize()
 
 
+def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """A graph of a call that has run once, so that all memory and kernels exist."""
+    run()
+    settle()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
 def init(
     rank: int,
     world: int,

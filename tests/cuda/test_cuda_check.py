@@ -29,25 +29,8 @@ def test_a_check_on_gpus(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_all_operations_types_and_reductions_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    typed = [
-        "bench",
-        "all",
-        "-b",
-        "64K",
-        "-g",
-        "2",
-        "-n",
-        "20",
-        "-w",
-        "2",
-        "-c",
-        "2",
-        "-d",
-        "bf16,half,int32",
-        "-r",
-        "1",
-    ]
-    assert entry.main([*typed, "-o", "sum,max", "--device", "cuda", "--against", "nccl", "--json"]) == 0
+    typed = "bench all -b 64K -g 2 -n 20 -w 2 -c 2 -d bf16,half,int32 -r 1 -o sum,max --against nccl"
+    assert entry.main([*typed.split(), "--device", "cuda", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     rows = [row for row in found["rows"] if row["side"] == "symm"]
     assert {row["op"] for row in rows} == set(PLACEMENTS)

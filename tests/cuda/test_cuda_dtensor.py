@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import expected
 import pytest
 import torch
@@ -71,22 +73,6 @@ def captured(rank: int, world: int) -> None:
         assert torch.equal(got, part(whole, world, 1, rank) + replay), replay
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_shards_move(pool: Pool, world: int) -> None:
-    pool.run(moved, world)
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_dtensor_moves_shards_and_gradients(pool: Pool, world: int) -> None:
-    pool.run(differentiated, world)
-
-
-@needs_gpus
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_graph_moves_shards(pool: Pool, world: int) -> None:
-    pool.run(captured, world)
-
-
 def distributed(rank: int, world: int) -> None:
     """``mesh_scatter`` and ``mesh_broadcast``, which ``distribute_tensor`` and ``full_tensor`` use."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -116,6 +102,7 @@ def distributed(rank: int, world: int) -> None:
     settle()
 
 
+@pytest.mark.parametrize("body", (moved, differentiated, distributed, pytest.param(captured, marks=needs_gpus)))
 @pytest.mark.parametrize("world", WORLDS)
-def test_dtensors_are_distributed(pool: Pool, world: int) -> None:
-    pool.run(distributed, world)
+def test_shards_and_gradients(pool: Pool, world: int, body: Callable[..., None]) -> None:
+    pool.run(body, world)

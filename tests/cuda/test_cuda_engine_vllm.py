@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import vllm_doubles
@@ -92,10 +93,6 @@ def communicator(rank: int, world: int, folder: Path, captured: bool) -> None:
                 del sys.modules[name]
 
 
-def test_collectives_of_a_tensor_parallel_group(pool: Pool, tmp_path: Path) -> None:
-    pool.run(communicator, 2, vllm_doubles.write(tmp_path), False)
-
-
-@needs_gpus
-def test_a_graph_may_record_the_first_calls(pool: Pool, tmp_path: Path) -> None:
-    pool.run(communicator, 2, vllm_doubles.write(tmp_path), True)
+@pytest.mark.parametrize("captured", (False, pytest.param(True, marks=needs_gpus)))
+def test_collectives_of_a_tensor_parallel_group(pool: Pool, tmp_path: Path, captured: bool) -> None:
+    pool.run(communicator, 2, vllm_doubles.write(tmp_path), captured)

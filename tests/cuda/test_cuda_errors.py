@@ -54,23 +54,18 @@ def mismatch(rank: int, world: int, what: str) -> str:
     odd = rank == 1
     dist.all_reduce(torch.ones(5, device=device()))
 
-    def call() -> None:
-        if what == "size":
-            dist.all_reduce(torch.ones(1_000 + odd, device=device()))
-        elif what == "large size":
-            dist.all_reduce(torch.ones(9_000_000 + odd, device=device()))
-        elif what == "dtype":
-            dist.all_reduce(torch.ones(1_000, device=device(), dtype=torch.int32 if odd else torch.float32))
-        elif what == "op":
-            dist.all_reduce(torch.ones(1_000, device=device()), dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM)
-        elif what == "root":
-            dist.broadcast(torch.ones(1_000, device=device()), int(odd))
-        elif odd:
-            dist.broadcast(torch.ones(1_000, device=device()), 0)
-        else:
-            dist.all_reduce(torch.ones(1_000, device=device()))
+    def ones(count: int = 1_000, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.ones(count, dtype=dtype, device=device())
 
-    error, _ = failure_of(call, TIMEOUT_S + 2)
+    calls: dict[str, Callable[[], object]] = {
+        "size": lambda: dist.all_reduce(ones(1_000 + odd)),
+        "large size": lambda: dist.all_reduce(ones(9_000_000 + odd)),
+        "dtype": lambda: dist.all_reduce(ones(dtype=torch.int32 if odd else torch.float32)),
+        "op": lambda: dist.all_reduce(ones(), dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM),
+        "root": lambda: dist.broadcast(ones(), int(odd)),
+        "collective": lambda: dist.broadcast(ones(), 0) if odd else dist.all_reduce(ones()),
+    }
+    error, _ = failure_of(calls[what], TIMEOUT_S + 2)
     assert isinstance(error, dist.DistBackendError), repr(error)
     still_usable(rank, world)
     return f"{type(error).__name__}: {error}"
@@ -195,6 +190,11 @@ def test_tunings_that_differ_are_refused() -> None:
         own.stop()
 
 
+def rms_norm(rows: torch.Tensor) -> None:
+    weight = torch.ones(rows.shape[1], device=device())
+    torch.ops.symm.all_reduce_add_rms_norm(rows, rows, weight, 1e-5, dist.group.WORLD.group_name)
+
+
 def absent(rank: int, world: int, count: int, collective: str) -> tuple[str, float] | None:
     """Rank 1 never calls; it is alive."""
     dist.all_reduce(torch.ones(count, device=device()))
@@ -209,6 +209,7 @@ def absent(rank: int, world: int, count: int, collective: str) -> tuple[str, flo
             ),
             "reduce_scatter": lambda: dist.reduce_scatter_tensor(torch.ones(count, device=device()), tensor),
             "all_to_all": lambda: dist.all_to_all_single(torch.ones_like(tensor), tensor),
+            "all_reduce_add_rms_norm": lambda: rms_norm(tensor[:count].view(4, -1)),
         }
         error, seconds = failure_of(bodies[collective], TIMEOUT_S + 2)
         assert isinstance(error, dist.DistBackendError), repr(error)
@@ -224,7 +225,7 @@ def absent(rank: int, world: int, count: int, collective: str) -> tuple[str, flo
 @pytest.mark.parametrize(
     ("collective", "count"),
     [("all_reduce", 1_000), ("all_reduce", 30_000_000), ("all_gather", 5_000), ("reduce_scatter", 5_000_000),
-     ("all_to_all", 100_000)],
+     ("all_to_all", 100_000), ("all_reduce_add_rms_norm", 32_768)],
 )  # fmt: skip
 def test_a_rank_that_never_calls_is_named(pool: Pool, collective: str, count: int) -> None:
     results = pool.run(absent, max(WORLDS), count, collective, group_timeout=TIMEOUT_S)

@@ -19,7 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from pool import FULL, WORLDS, Pool, device, init, meet, needs_gpus, settle
+from pool import FULL, WORLDS, Pool, captured, device, init, meet, needs_gpus, settle
+from test_cuda_errors import rms_norm
 from zero_copy import new_pool, warm
 
 pytestmark = needs_gpus
@@ -85,6 +86,7 @@ def call_of(kind: str, rank: int, world: int) -> Call:
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(own, wide),
         "all_to_all": lambda: dist.all_to_all_single(other, wide),
         "barrier": dist.barrier,
+        "all_reduce_add_rms_norm": lambda: rms_norm(own.view(4, -1)),
     }
     return calls[name]
 
@@ -96,7 +98,7 @@ KINDS = (
     "copied_all_reduce 20000000", "copied_reduce_scatter 4000000", "copied_all_gather 4000000",
     "symmetric_all_reduce 8000000", "reduce 100", "reduce 4000000", "broadcast 100", "broadcast 8000000",
     "all_gather 100", "all_gather 4000000", "reduce_scatter 100", "reduce_scatter 4000000", "all_to_all 100",
-    "all_to_all 4000000", "send_recv 100", "send_recv 4000000", "barrier 1",
+    "all_to_all 4000000", "send_recv 100", "send_recv 4000000", "barrier 1", "all_reduce_add_rms_norm 32768",
 )  # fmt: skip
 
 
@@ -233,11 +235,7 @@ def test_p5_p6_a_rank_stopped_past_the_timeout_is_called_stopped(pool: Pool) -> 
 def replayed(rank: int, world: int) -> tuple[str, float] | None:
     """A replay in which rank 1 does not take part."""
     tensor = torch.ones(100_000, device=device())
-    dist.all_reduce(tensor)
-    settle()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        dist.all_reduce(tensor)
+    graph = captured(lambda: dist.all_reduce(tensor))
     graph.replay()
     settle()
     found = None
@@ -270,11 +268,7 @@ def test_p1_p21_a_deadline_inside_a_replayed_graph(pool: Pool, world: int) -> No
 def replayed_after_death(rank: int, world: int) -> None:
     """A graph whose group has lost a rank may still be replayed: it does nothing, and harms nothing."""
     tensor = torch.ones(100_000, device=device())
-    dist.all_reduce(tensor)
-    settle()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        dist.all_reduce(tensor)
+    graph = captured(lambda: dist.all_reduce(tensor))
     graph.replay()
     settle()
     meet("replayed", rank, world)

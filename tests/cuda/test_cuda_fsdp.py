@@ -86,21 +86,6 @@ def same_bits(rank: int, world: int, policy: str, shape: tuple[int, ...], factor
     return int(torch_symm.stats().get("zero_copy", 0)) - int(before)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_same_bits_without_staging(pool: Pool, policy: str) -> None:
-    assert all(calls > 0 for calls in pool.run(same_bits, 2, policy, (2,), None, timeout=200))
-
-
-def test_divide_factor(pool: Pool) -> None:
-    """A divide factor becomes PREMUL_SUM."""
-    assert all(calls > 0 for calls in pool.run(same_bits, 2, "bfloat16, reduced as float32", (2,), 3.0, timeout=200))
-
-
-def test_hybrid(pool: Pool) -> None:
-    """Replicated over all ranks: shards of one rank, whose gradients are summed in FSDP2's own all-reduce."""
-    pool.run(replicated, 2, timeout=200)
-
-
 def from_torch(rank: int, world: int) -> None:
     """Either of torch's own two switches also makes calls zero-copy."""
     usual = train(new_model(POLICIES["float32"], (2,), None), rank)
@@ -118,11 +103,8 @@ def from_torch(rank: int, world: int) -> None:
         assert torch_symm.stats().get("zero_copy", 0) > before, name
 
 
-def test_switches_of_torch(pool: Pool) -> None:
-    pool.run(from_torch, 2, timeout=200)
-
-
 def replicated(rank: int, world: int) -> None:
+    """Replicated over all ranks: shards of one rank, whose gradients are summed in FSDP2's own all-reduce."""
     usual = train(new_model(POLICIES["float32"], (2, 1), None), rank)
     model = new_model(POLICIES["float32"], (2, 1), None)
     fsdp.use(model)
@@ -149,5 +131,14 @@ def freed(rank: int, world: int) -> None:
     dist.barrier()
 
 
-def test_memory_is_freed_with_the_model(pool: Pool) -> None:
-    pool.run(freed, 2, timeout=200)
+#: A divide factor becomes PREMUL_SUM.
+@pytest.mark.parametrize(
+    ("policy", "factor"), [*((policy, None) for policy in POLICIES), ("bfloat16, reduced as float32", 3.0)]
+)
+def test_same_bits_without_staging(pool: Pool, policy: str, factor: float | None) -> None:
+    assert all(calls > 0 for calls in pool.run(same_bits, 2, policy, (2,), factor, timeout=200))
+
+
+@pytest.mark.parametrize("body", (replicated, from_torch, freed))
+def test_meshes_switches_and_memory(pool: Pool, body: Any) -> None:
+    pool.run(body, 2, timeout=200)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import DEVICE, WORLDS, Pool, device, needs_gpus, needs_ranks, settle
+from pool import DEVICE, WORLDS, Pool, captured, device, needs_gpus, needs_ranks, settle
 
 pytestmark = needs_ranks
 
@@ -107,12 +107,6 @@ def eager(rank: int, world: int, kind: str) -> None:
             step.check(seed)
 
 
-@pytest.mark.parametrize("kind", STEPS)
-@pytest.mark.parametrize("world", WORLDS)
-def test_eager(pool: Pool, world: int, kind: str) -> None:
-    pool.run(eager, world, kind)
-
-
 def in_a_row(rank: int, world: int) -> None:
     """Eager calls wait only for each other."""
     behind = random.Random(rank)
@@ -126,20 +120,6 @@ def in_a_row(rank: int, world: int) -> None:
             step.run()
         for step in steps:
             step.check(seed)
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_eager_calls_in_a_row(pool: Pool, world: int) -> None:
-    pool.run(in_a_row, world)
-
-
-def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    run()
-    settle()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
 
 
 def replayed(rank: int, world: int, kind: str) -> None:
@@ -167,13 +147,6 @@ def replayed(rank: int, world: int, kind: str) -> None:
                 step.check(seed)
 
 
-@needs_gpus
-@pytest.mark.parametrize("kind", STEPS)
-@pytest.mark.parametrize("world", WORLDS)
-def test_graphs(pool: Pool, world: int, kind: str) -> None:
-    pool.run(replayed, world, kind)
-
-
 def several_graphs(rank: int, world: int) -> None:
     """Graphs in changing order, one directly after itself, and a workspace that grows once graphs use it."""
     behind = random.Random(rank)
@@ -194,12 +167,6 @@ def several_graphs(rank: int, world: int) -> None:
             step.run()
         for step in (*first, *second, *large):
             step.check(seed)
-
-
-@needs_gpus
-@pytest.mark.parametrize("world", WORLDS)
-def test_several_graphs(pool: Pool, world: int) -> None:
-    pool.run(several_graphs, world)
 
 
 def two_streams_of_a_capture(rank: int, world: int) -> None:
@@ -226,12 +193,6 @@ def two_streams_of_a_capture(rank: int, world: int) -> None:
             step.check(10 * turn + number)
 
 
-@needs_gpus
-@pytest.mark.parametrize("world", WORLDS)
-def test_two_streams_of_a_capture(pool: Pool, world: int) -> None:
-    pool.run(two_streams_of_a_capture, world)
-
-
 def streams(rank: int, world: int) -> None:
     """Calls from changing streams of one process follow each other."""
     steps = [make(rank, world, 256, 128, 512, torch.bfloat16) for make in STEPS.values()]
@@ -246,12 +207,6 @@ def streams(rank: int, world: int) -> None:
         settle()
         for step in steps:
             step.check(seed)
-
-
-@needs_gpus
-@pytest.mark.parametrize("world", WORLDS)
-def test_streams(pool: Pool, world: int) -> None:
-    pool.run(streams, world)
 
 
 def refused(rank: int, world: int) -> None:
@@ -287,6 +242,17 @@ def two_groups(rank: int, world: int) -> None:
             step.check(seed)
 
 
+@pytest.mark.parametrize("body", (eager, pytest.param(replayed, marks=needs_gpus)))
+@pytest.mark.parametrize("kind", STEPS)
 @pytest.mark.parametrize("world", WORLDS)
-def test_two_groups(pool: Pool, world: int) -> None:
-    pool.run(two_groups, world)
+def test_each_kind(pool: Pool, world: int, kind: str, body: Callable[..., None]) -> None:
+    pool.run(body, world, kind)
+
+
+ON_GPUS = (several_graphs, two_streams_of_a_capture, streams)
+
+
+@pytest.mark.parametrize("body", (in_a_row, two_groups, *(pytest.param(body, marks=needs_gpus) for body in ON_GPUS)))
+@pytest.mark.parametrize("world", WORLDS)
+def test_kinds_in_turn(pool: Pool, world: int, body: Callable[..., None]) -> None:
+    pool.run(body, world)

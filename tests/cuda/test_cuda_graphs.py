@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from pool import WORLDS, Pool, device, needs_gpus
+from pool import WORLDS, Pool, captured, device, needs_gpus
 
 pytestmark = needs_gpus
 
@@ -82,15 +82,6 @@ def exchange(rank: int, world: int, own: torch.Tensor, part: torch.Tensor) -> No
         work.wait()
 
 
-def captured(run: Step) -> torch.cuda.CUDAGraph:
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
-
-
 def replay(rank: int, world: int, collective: str) -> None:
     """1000 replays at full speed with eager calls of another size in between; every tenth value is checked."""
     for count in SIZES:
@@ -130,11 +121,6 @@ def interleaved(rank: int, world: int) -> None:
             check(turn)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_two_graphs_interleaved(pool: Pool, world: int) -> None:
-    pool.run(interleaved, world)
-
-
 def asynchronous(rank: int, world: int) -> None:
     """async_op inside a capture: the graph waits for the work while compute kernels run."""
     tensors = [torch.zeros(30_000, device=device()) for _ in range(3)]
@@ -158,11 +144,6 @@ def asynchronous(rank: int, world: int) -> None:
     assert all(bool((tensor == total).all()) for tensor in tensors)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_async_calls_in_a_graph(pool: Pool, world: int) -> None:
-    pool.run(asynchronous, world)
-
-
 def outlived(rank: int, world: int) -> None:
     """A graph may be destroyed after the group, and a new group captures anew."""
     run, check, value = step("all_reduce", rank, world, 1_000)
@@ -178,5 +159,7 @@ def outlived(rank: int, world: int) -> None:
     check(5)
 
 
-def test_groups_end_before_graphs(pool: Pool) -> None:
-    pool.run(outlived, max(WORLDS))
+@pytest.mark.parametrize("body", (interleaved, asynchronous, outlived))
+@pytest.mark.parametrize("world", WORLDS)
+def test_several_graphs(pool: Pool, world: int, body: Callable[..., None]) -> None:
+    pool.run(body, world)

@@ -10,7 +10,7 @@ import copy
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import expected
 import pytest
@@ -19,11 +19,12 @@ import torch.distributed as dist
 import torch_symm
 from cases import CPU, Case
 from collectives import MOVING, REDUCING, ROOTED, run
-from pool import DEVICE, GPUS, PLACES, Pool, device, init, meet
+from pool import DEVICE, GPUS, PLACES, Pool, captured, device, init, meet
 
-pytestmark = pytest.mark.skipif(
+needs_nodes = pytest.mark.skipif(
     DEVICE != "cuda" or GPUS < 1 or PLACES < 4, reason="needs four GPUs, or one and SYMM_ALLOW_SHARED_GPUS=1"
 )
+pytestmark = needs_nodes
 
 #: Numbers of ranks: the two nodes have (1, 1), (2, 1) and (2, 2) of them.
 WORLDS = (2, 3, 4)
@@ -192,29 +193,25 @@ def orders(rank: int, world: int) -> None:
     strided = mine.t().contiguous().t()
     dist.all_reduce(strided)
     expected.assert_same_bits(strided.cpu(), wanted, "strided")
-    many = [mine.clone() for _ in range(5)]
+    many, coalesced, on_streams = ([mine.clone() for _ in range(count)] for count in (5, 3, 6))
     works = [dist.all_reduce(tensor, async_op=True) for tensor in many]
     dist.barrier()
     for work in works:
         work.wait()
-    for tensor in many:
-        expected.assert_same_bits(tensor.cpu(), wanted, "asynchronous")
     (got,) = dist.all_reduce(mine.clone(), async_op=True).get_future().wait()
     expected.assert_same_bits(got.cpu(), wanted, "future")
     with dist._coalescing_manager(device=device()):
-        coalesced = [mine.clone() for _ in range(3)]
         for tensor in coalesced:
             dist.all_reduce(tensor)
-    for tensor in coalesced:
-        expected.assert_same_bits(tensor.cpu(), wanted, "coalesced")
-    streams, tensors = [torch.cuda.Stream() for _ in range(3)], [mine.clone() for _ in range(6)]
+    streams = [torch.cuda.Stream() for _ in range(3)]
     torch.cuda.synchronize()
-    for at, tensor in enumerate(tensors):
+    for at, tensor in enumerate(on_streams):
         with torch.cuda.stream(streams[at % 3]):
             dist.all_reduce(tensor, async_op=at % 2 == 1).wait() if at % 2 else dist.all_reduce(tensor)
     torch.cuda.synchronize()
-    for tensor in tensors:
-        expected.assert_same_bits(tensor.cpu(), wanted, "on streams")
+    for about, tensors in (("asynchronous", many), ("coalesced", coalesced), ("on streams", on_streams)):
+        for tensor in tensors:
+            expected.assert_same_bits(tensor.cpu(), wanted, about)
 
 
 def messages(rank: int, world: int) -> None:
@@ -235,21 +232,16 @@ def messages(rank: int, world: int) -> None:
             expected.assert_same_bits(got.cpu(), parts[1 - rank], ("there and back", count))
         everybody = [torch.empty(count, device=device()) for _ in range(2 * world)]
         batch = []
-        others = [other for other in range(world) if other != rank]
-        for other in others:
-            for turn in range(2):
-                batch.append(dist.P2POp(dist.isend, mine + turn, other))
-                batch.append(dist.P2POp(dist.irecv, everybody[2 * other + turn], other))
+        turns = [(other, turn) for other in range(world) if other != rank for turn in range(2)]
+        for other, turn in turns:
+            batch.append(dist.P2POp(dist.isend, mine + turn, other))
+            batch.append(dist.P2POp(dist.irecv, everybody[2 * other + turn], other))
         for work in dist.batch_isend_irecv(batch):
             work.wait()
-        for other in others:
-            for turn in range(2):
-                wanted = parts[other] + turn
-                expected.assert_same_bits(everybody[2 * other + turn].cpu(), wanted, ("everybody", other, turn, count))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for work in dist.batch_isend_irecv(ring):
-            work.wait()
+        for other, turn in turns:
+            wanted, about = parts[other] + turn, ("everybody", other, turn, count)
+            expected.assert_same_bits(everybody[2 * other + turn].cpu(), wanted, about)
+    graph = captured(lambda: [work.wait() for work in dist.batch_isend_irecv(ring)])
     got.zero_()
     mine.add_(1)
     torch.cuda.synchronize()
@@ -305,11 +297,7 @@ def graphs(rank: int, world: int) -> None:
         results.copy_(summed)
 
     results = torch.empty(count, device=device())
-    body()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        body()
+    graph = captured(body)
     for number in range(3):
         inputs = [expected.seeded(torch.float32, (count,), 100 * number + other) for other in range(world)]
         mine.copy_(inputs[rank])
@@ -370,27 +358,27 @@ def groups(rank: int, world: int) -> None:
     """A mesh: only shared memory within a node, one rank of each node in the other dimension."""
     mine = torch.full((1000,), float(rank), device=device())
     halves = [dist.new_group([other for other in range(world) if other % 2 == node]) for node in range(2)]
-    got = mine.clone()
-    dist.all_reduce(got, group=halves[rank % 2])
-    assert torch.all(got == sum(other for other in range(world) if other % 2 == rank % 2))
+    for group in (halves[rank % 2], torch_symm.intra_node_group()):
+        got = mine.clone()
+        dist.all_reduce(got, group=group)
+        assert torch.all(got == sum(other for other in range(world) if other % 2 == rank % 2))
     pairs = [dist.new_group([first, first + 1]) for first in range(0, world - 1, 2)]
     if rank // 2 < len(pairs):
         got = mine.clone()
         dist.all_reduce(got, group=pairs[rank // 2])
         assert torch.all(got == 2 * (rank - rank % 2) + 1), got
-    inner = torch_symm.intra_node_group()
-    got = mine.clone()
-    dist.all_reduce(got, group=inner)
-    assert torch.all(got == sum(other for other in range(world) if other % 2 == rank % 2))
 
 
-def wait_for_error(work: dist.Work) -> NoReturn:
-    """Waits repeatedly, until the wait raises because the host has learned of a failure."""
+def fails(call: Callable[[], object], kind: type[Exception], text: str, within: float) -> None:
+    """Repeats a call until it raises because the host has learned of a failure, less than ``within`` seconds later."""
     begun = time.monotonic()
-    while True:
-        work.wait()
-        assert time.monotonic() < begun + 20, "no error came"
-        time.sleep(0.01)
+    with pytest.raises(kind, match=text):
+        while time.monotonic() < begun + 20:
+            call()
+            time.sleep(0.01)
+    assert time.monotonic() < begun + within
+    # The waiting kernels have ended.
+    torch.cuda.synchronize()
 
 
 def late(rank: int, world: int) -> None:
@@ -402,24 +390,16 @@ def late(rank: int, world: int) -> None:
         meet("late", rank, world)
         return
     work = dist.all_reduce(tensor, async_op=True)
-    begun = time.monotonic()
-    with pytest.raises(dist.DistBackendError, match=r"node \"b\" \(ranks? .*\(timeout\)"):
-        wait_for_error(work)
-    assert time.monotonic() < begun + 10
-    # The waiting kernels have ended.
-    torch.cuda.synchronize()
+    fails(work.wait, dist.DistBackendError, r"node \"b\" \(ranks? .*\(timeout\)", 10)
     meet("late", rank, world)
 
 
 def lonely(rank: int, world: int) -> None:
     """No rank receives the message of rank 0."""
     tensor = torch.ones(1000, device=device())
-    begun = time.monotonic()
     if rank == 0:
         message = r"rank 1 \(node \"b\", pid \d+\) has begun no message with this rank for 4.0 s \(timeout\)"
-        with pytest.raises(dist.DistBackendError, match=message):
-            dist.send(tensor, 1)
-        assert time.monotonic() < begun + 8
+        fails(lambda: dist.send(tensor, 1), dist.DistBackendError, message, 8)
     meet("lonely", rank, world)
 
 
@@ -432,27 +412,15 @@ def killed(rank: int, world: int) -> None:
         time.sleep(0.3)
         os.kill(os.getpid(), 9)
     work = dist.all_reduce(tensor, async_op=True)
-    begun = time.monotonic()
-    with pytest.raises(dist.DistBackendError, match=rf"rank {world - 1} "):
-        wait_for_error(work)
-    assert time.monotonic() < begun + 5
-    torch.cuda.synchronize()
+    fails(work.wait, dist.DistBackendError, rf"rank {world - 1} ", 5)
 
 
 def mismatched(rank: int, world: int) -> None:
     """Ranks of one node disagree, and all ranks get the error at once."""
     tensor = torch.ones(1000 if rank == 2 else 500_000, device=device())
-    begun = time.monotonic()
-    message = (
-        r"rank (0|2) \(node \"a\".* called reduce_scatter\(.* and rank (0|2) \(node \"a\".* called reduce_scatter\("
-    )
-    with pytest.raises(torch_symm.SymmMismatchError, match=message):
-        while True:
-            dist.all_reduce(tensor, async_op=True).wait()
-            assert time.monotonic() < begun + 20, "no error came"
-            time.sleep(0.01)
-    assert time.monotonic() < begun + 5
-    torch.cuda.synchronize()
+    called = r"rank (0|2) \(node \"a\".* called reduce_scatter\("
+    text = f"{called}.* and {called}"
+    fails(lambda: dist.all_reduce(tensor, async_op=True).wait(), torch_symm.SymmMismatchError, text, 5)
 
 
 def mismatched_between(rank: int, world: int) -> None:
@@ -488,10 +456,8 @@ def told_later(rank: int, world: int) -> None:
 
 def refused(rank: int, world: int) -> None:
     tensor = torch.ones(10, device=device())
-    with pytest.raises(
-        NotImplementedError,
-        match=r"all_reduce.*no backend was chosen.*node \"b\".*intra_node_group.*SYMM_INTER_NODE_BACKEND=auto",
-    ):
+    text = r"all_reduce.*no backend was chosen.*node \"b\".*intra_node_group.*SYMM_INTER_NODE_BACKEND=auto"
+    with pytest.raises(NotImplementedError, match=text):
         dist.all_reduce(tensor)
 
 
@@ -508,22 +474,19 @@ def test_calls(nodes: Pool, scenario: Callable[..., Any], world: int) -> None:
     run_nodes(nodes, scenario, world)
 
 
-@pytest.mark.parametrize("world", (2, 4))
-def test_a_late_node_is_named_at_the_deadline(nodes: Pool, world: int) -> None:
-    run_nodes(nodes, late, world, timeout=3)
+#: A body, its number of ranks, and the options of the run.
+FAILURES: list[tuple[Callable[..., Any], int, dict[str, Any]]] = [
+    *((late, world, {"timeout": 3}) for world in (2, 4)),
+    (lonely, 2, {"timeout": 4}),
+    *((killed, world, {"killed": (world - 1,)}) for world in (2, 4)),
+    (mismatched, 4, {"timeout": 6}),
+    (refused, 2, {"choice": "gloo"}),
+]
 
 
-def test_who_does_not_receive_is_named(nodes: Pool) -> None:
-    run_nodes(nodes, lonely, 2, timeout=4)
-
-
-@pytest.mark.parametrize("world", (2, 4))
-def test_a_killed_rank_is_named(nodes: Pool, world: int) -> None:
-    run_nodes(nodes, killed, world, killed=(world - 1,))
-
-
-def test_ranks_of_one_node_that_disagree_are_told(nodes: Pool) -> None:
-    run_nodes(nodes, mismatched, 4, timeout=6)
+@pytest.mark.parametrize(("body", "world", "options"), FAILURES)
+def test_failures(nodes: Pool, body: Callable[..., Any], world: int, options: dict[str, Any]) -> None:
+    run_nodes(nodes, body, world, **options)
 
 
 def test_ranks_of_different_nodes_that_disagree_are_told_under_debug(compared: Pool) -> None:
@@ -534,7 +497,3 @@ def test_ranks_of_different_nodes_that_disagree_are_told_under_debug(compared: P
 @pytest.mark.parametrize("world", (2, 4))
 def test_ranks_of_different_nodes_that_disagree_are_told(nodes: Pool, world: int) -> None:
     run_nodes(nodes, told_later, world, timeout=20)
-
-
-def test_gloo_between_nodes_refuses_cuda_tensors(nodes: Pool) -> None:
-    run_nodes(nodes, refused, 2, choice="gloo")

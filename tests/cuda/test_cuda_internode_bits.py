@@ -14,14 +14,12 @@ import torch
 import torch.distributed as dist
 from cases import Case
 from collectives import prefixes, run
-from pool import DEVICE, GPUS, PLACES, Pool, device
-from test_cuda_internode import nodes, of_nodes, run_nodes, served, two_level
+from pool import Pool, captured, device
+from test_cuda_internode import needs_nodes, nodes, of_nodes, run_nodes, served, two_level
 
 __all__ = ["nodes"]
 
-pytestmark = pytest.mark.skipif(
-    DEVICE != "cuda" or GPUS < 1 or PLACES < 4, reason="needs four GPUs, or one and SYMM_ALLOW_SHARED_GPUS=1"
-)
+pytestmark = needs_nodes
 
 #: Size of a tensor that all rails carry.
 LONG = 300_000
@@ -74,9 +72,7 @@ def chunks(rank: int, world: int) -> int:
 
     body()
     check("at once")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        body()
+    graph = captured(body)
     for tensor in (got, wide):
         tensor.zero_()
     copied.copy_(mine)

@@ -12,15 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import DEVICE, GPUS, PLACES, Pool, device
-from test_cuda_internode import nodes, run_nodes
+from pool import Pool, device
+from test_cuda_internode import needs_nodes, nodes, run_nodes
 from torch_symm.tools.tune import inter_node as tuning
 
 __all__ = ["nodes"]
 
-pytestmark = pytest.mark.skipif(
-    DEVICE != "cuda" or GPUS < 1 or PLACES < 4, reason="needs four GPUs, or one and SYMM_ALLOW_SHARED_GPUS=1"
-)
+pytestmark = needs_nodes
 
 
 def calls(world: int, count: int) -> dict[str, Callable[[], Any]]:

@@ -7,7 +7,8 @@ order.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ import torch.distributed as dist
 import torch_symm
 from cases import Case
 from collectives import run
-from expected import COMPLEX, NARROW, assert_same_bits, in_halves, name
+from expected import COMPLEX, assert_same_bits, in_halves, name
 from norm_reference import numbers, reference
-from pool import DEVICE, WORLDS, Pool, device, needs_ranks, needs_unshared_gpus
+from pool import WORLDS, Pool, device, needs_ranks, needs_unshared_gpus
+from test_cuda_reduce_ops import on_gpu
 from torch_symm import __main__ as entry
 from torch_symm.tools.check.invariance import COLUMNS, LEAVES, tree, values
 
@@ -32,18 +34,13 @@ def of_tree(world: int) -> dist.ProcessGroup:
     return group
 
 
-def on_gpu(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:
-    """As on CPU, except that on GPUs each rank rounds its product to the tensor's type before it sends it."""
-    if op == "PREMUL_SUM" and DEVICE == "cuda" and inputs[0].dtype in NARROW:
-        products = [(each.float() * factor).to(each.dtype) for each, factor in zip(inputs, factors, strict=True)]
-        return in_halves("SUM", products)
-    return in_halves(op, inputs, factors)
-
-
 def reductions(rank: int, world: int) -> int:
-    group = of_tree(world)
+    group, reference = of_tree(world), partial(on_gpu, reduce=in_halves)
     return run(
-        (form, Case(rank, world, dtype, count, op=op, reference=on_gpu, root=world - 1, device=device(), group=group))
+        (
+            form,
+            Case(rank, world, dtype, count, op=op, reference=reference, root=world - 1, device=device(), group=group),
+        )
         for dtype in DTYPES
         for op in ("SUM", "AVG", "PREMUL_SUM", "MAX")
         if (dtype.is_floating_point or op != "PREMUL_SUM") and (dtype not in COMPLEX or op in ("SUM", "AVG"))
@@ -54,11 +51,6 @@ def reductions(rank: int, world: int) -> int:
     )
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_trees_combine_halves(pool: Pool, world: int) -> None:
-    pool.run(reductions, world)
-
-
 def with_leaves(rank: int, world: int) -> None:
     if LEAVES % world:
         return
@@ -66,11 +58,6 @@ def with_leaves(rank: int, world: int) -> None:
     own = tree(leaves[rank * each : (rank + 1) * each]).to(device())
     dist.all_reduce(own, group=group)
     assert_same_bits(own.cpu(), tree(leaves), f"{world} ranks")
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_tree_has_the_bits_of_one_rank(pool: Pool, world: int) -> None:
-    pool.run(with_leaves, world)
 
 
 def normed(rank: int, world: int) -> None:
@@ -86,9 +73,10 @@ def normed(rank: int, world: int) -> None:
             assert_same_bits(one.cpu(), other, str(shape))
 
 
+@pytest.mark.parametrize("body", (reductions, with_leaves, normed))
 @pytest.mark.parametrize("world", WORLDS)
-def test_the_sum_of_a_fused_norm_is_a_tree(pool: Pool, world: int) -> None:
-    pool.run(normed, world)
+def test_trees(pool: Pool, world: int, body: Callable[..., object]) -> None:
+    pool.run(body, world)
 
 
 @needs_unshared_gpus

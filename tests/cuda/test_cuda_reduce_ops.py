@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -15,12 +15,14 @@ from pool import DEVICE, WORLDS, Pool, device, needs_ranks
 pytestmark = needs_ranks
 
 
-def on_gpu(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:
+def on_gpu(
+    op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float], reduce: Callable[..., torch.Tensor] = reduced
+) -> torch.Tensor:
     """As on CPU, except that on GPUs each rank rounds its product to the tensor's type before it sends it."""
     if op == "PREMUL_SUM" and DEVICE == "cuda" and inputs[0].dtype in NARROW:
         products = [(each.float() * factor).to(each.dtype) for each, factor in zip(inputs, factors, strict=True)]
-        return reduced("SUM", products, factors)
-    return reduced(op, inputs, factors)
+        return reduce("SUM", products, factors)
+    return reduce(op, inputs, factors)
 
 
 def sweep(rank: int, world: int, op: str) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
-from pool import DEVICE, WORLDS, Pool, device, needs_gpus, needs_ranks, settle
+from pool import DEVICE, WORLDS, Pool, captured, device, needs_gpus, needs_ranks, settle
 
 pytestmark = needs_ranks
 
@@ -44,11 +46,6 @@ def point_to_point(rank: int, world: int) -> None:
     assert [float(tensor.mean()) for tensor in everyone] == list(range(world))
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_point_to_point(pool: Pool, world: int) -> None:
-    pool.run(point_to_point, world)
-
-
 def everybody_sends_first(rank: int, world: int) -> None:
     """Outside a batch, long messages around a ring: no send waits for a receive of its own rank."""
     for turn in range(3):
@@ -58,11 +55,6 @@ def everybody_sends_first(rank: int, world: int) -> None:
             work.wait()
         settle()
         assert bool((back == (rank - 1) % world + 10.0 * turn).all()), f"turn {turn}"
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_everybody_sends_first(pool: Pool, world: int) -> None:
-    pool.run(everybody_sends_first, world)
 
 
 def collectives_in_between(rank: int, world: int, in_step_first: bool = True) -> None:
@@ -94,11 +86,6 @@ def settle_current() -> None:
     """Returns once the current stream is done, even if other streams are not."""
     if DEVICE == "cuda":
         torch.cuda.current_stream().synchronize()
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_collectives_do_not_wait_for_sends_and_receives(pool: Pool, world: int) -> None:
-    pool.run(collectives_in_between, world)
 
 
 @needs_gpus
@@ -136,10 +123,6 @@ def batches_in_between(rank: int, world: int) -> None:
             assert bool((tensor == 100.0 * turn + 10 * number + peer).all()), f"turn {turn}, message {number}"
 
 
-def test_batches_and_single_messages_keep_their_order(pool: Pool) -> None:
-    pool.run(batches_in_between, max(WORLDS))
-
-
 def left_block(rank: int, world: int) -> None:
     """An exception ends a block: the calls that it has gathered never run, and later calls do."""
     group = dist.group.WORLD
@@ -157,10 +140,6 @@ def left_block(rank: int, world: int) -> None:
     point_to_point(rank, world)
 
 
-def test_an_exception_ends_a_block(pool: Pool) -> None:
-    pool.run(left_block, max(WORLDS))
-
-
 def recorded(rank: int, world: int) -> None:
     """A graph with a send and a receive on separate streams, and a collective that runs meanwhile."""
     out, back = torch.zeros(LONG, device=device()), torch.zeros(LONG, device=device())
@@ -172,17 +151,24 @@ def recorded(rank: int, world: int) -> None:
         for work in works:
             work.wait()
 
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph = captured(step)
     for turn in range(20):
         out.fill_(rank + 10.0 * turn)
         tensor.fill_(rank + 1.0)
         graph.replay()
         assert bool((back == (rank - 1) % world + 10.0 * turn).all()), f"turn {turn}"
         assert bool((tensor == world * (world + 1) / 2).all()), f"turn {turn}"
+
+
+@pytest.mark.parametrize("body", (point_to_point, everybody_sends_first, collectives_in_between))
+@pytest.mark.parametrize("world", WORLDS)
+def test_messages(pool: Pool, world: int, body: Callable[..., None]) -> None:
+    pool.run(body, world)
+
+
+@pytest.mark.parametrize("body", (batches_in_between, left_block))
+def test_batches(pool: Pool, body: Callable[..., None]) -> None:
+    pool.run(body, max(WORLDS))
 
 
 @needs_gpus

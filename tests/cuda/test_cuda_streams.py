@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 from pool import DEVICE, WORLDS, Pool, device, needs_gpus, needs_ranks, settle
+
+pytestmark = needs_ranks
 
 #: Clock cycles by which a producer is delayed: some milliseconds.
 DELAY = 5_000_000
@@ -48,12 +51,6 @@ def side_streams(rank: int, world: int) -> None:
             assert torch.equal(after, wanted), f"all_gather of {count}"
 
 
-@needs_gpus
-@pytest.mark.parametrize("world", WORLDS)
-def test_side_streams(pool: Pool, world: int) -> None:
-    pool.run(side_streams, world)
-
-
 def works_in_order(rank: int, world: int) -> None:
     """A call on the caller's stream returns no work, as with NCCL; a background call and a barrier return one."""
     group = dist.group.WORLD
@@ -71,12 +68,6 @@ def works_in_order(rank: int, world: int) -> None:
     alone = dist.BarrierOptions()
     alone.asyncOp, alone.device_ids = False, [device().index]
     assert group.barrier(alone) is not None
-
-
-@needs_gpus
-@pytest.mark.parametrize("world", WORLDS)
-def test_works_in_order(pool: Pool, world: int) -> None:
-    pool.run(works_in_order, world)
 
 
 def wait_does_not_block(rank: int, world: int) -> None:
@@ -97,11 +88,6 @@ def wait_does_not_block(rank: int, world: int) -> None:
         assert float(total) == (1 << 20) * world * (world + 1) / 2
 
 
-@needs_gpus
-def test_wait_does_not_block_the_host(pool: Pool) -> None:
-    pool.run(wait_does_not_block, max(WORLDS))
-
-
 def future(rank: int, world: int) -> None:
     tensor = torch.full((1_000,), rank + 1.0, device=device())
     work = dist.all_reduce(tensor, async_op=True)
@@ -110,11 +96,6 @@ def future(rank: int, world: int) -> None:
     settle()
     assert bool((result == world * (world + 1)).all())
     assert work.is_completed()
-
-
-@needs_ranks
-def test_futures(pool: Pool) -> None:
-    pool.run(future, max(WORLDS))
 
 
 def each_its_own_way(rank: int, world: int) -> None:
@@ -145,12 +126,6 @@ def each_its_own_way(rank: int, world: int) -> None:
         assert rank != 1 or not sends or bool((got == 5).all()), f"received, turn {turn}"
 
 
-@needs_ranks
-@pytest.mark.parametrize("world", WORLDS)
-def test_async_op_is_each_ranks_own(pool: Pool, world: int) -> None:
-    pool.run(each_its_own_way, world)
-
-
 def several_groups(rank: int, world: int) -> None:
     """Groups on separate streams keep their data separate, in whatever order they run on the GPU."""
     groups = [dist.new_group(list(range(world))) for _ in range(4)]
@@ -174,12 +149,6 @@ def several_groups(rank: int, world: int) -> None:
                 assert bool((tensors[number] == wanted).all()), f"group {number}, turn {turn}"
 
 
-@needs_ranks
-@pytest.mark.parametrize("world", WORLDS)
-def test_several_groups_on_several_streams(pool: Pool, world: int) -> None:
-    pool.run(several_groups, world)
-
-
 def many(rank: int, world: int) -> None:
     """200 calls of all kinds and sizes, awaited only after all are made."""
     waiting = []
@@ -200,7 +169,15 @@ def many(rank: int, world: int) -> None:
         assert bool((tensor == wanted).all()), f"call {number}"
 
 
-@needs_ranks
+ON_GPUS = [pytest.param(body, marks=needs_gpus) for body in (side_streams, works_in_order)]
+
+
+@pytest.mark.parametrize("body", (*ON_GPUS, each_its_own_way, several_groups, many))
 @pytest.mark.parametrize("world", WORLDS)
-def test_two_hundred_calls_at_once(pool: Pool, world: int) -> None:
-    pool.run(many, world)
+def test_streams(pool: Pool, world: int, body: Callable[..., None]) -> None:
+    pool.run(body, world)
+
+
+@pytest.mark.parametrize("body", (pytest.param(wait_does_not_block, marks=needs_gpus), future))
+def test_works(pool: Pool, body: Callable[..., None]) -> None:
+    pool.run(body, max(WORLDS))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch_symm.symm_mem as ours
 import windows
-from pool import WORLDS, Pool, device, init, meet, needs_gpus, needs_ranks, settle
+from pool import WORLDS, Pool, captured, device, init, meet, needs_gpus, needs_ranks, settle
 from windows import SCENARIOS, Here, group_name, kept, pad_is_clear
 from zero_copy import new_pool
 
@@ -79,11 +80,8 @@ def graphs(rank: int, world: int) -> None:
         window.wait_signal(before, channel=1)
         return tensor * 2
 
-    step()
-    settle()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = step()
+    result = torch.empty(256, device=device())
+    graph = captured(lambda: result.copy_(step()))
     for turn in range(30):
         source.fill_(100 * turn + rank)
         graph.replay()
@@ -94,13 +92,6 @@ def graphs(rank: int, world: int) -> None:
     assert pad_is_clear(window)
 
 
-@needs_gpus
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("what", [streams, graphs])
-def test_streams_and_graphs(pool: Pool, what: object, world: int) -> None:
-    pool.run(what, world)
-
-
 def kept_of_a_pool(rank: int, world: int) -> None:
     pools = [new_pool()]
 
@@ -109,12 +100,6 @@ def kept_of_a_pool(rank: int, world: int) -> None:
             return torch.empty(1 << 20, device=device())
 
     kept(rank, world, here(), make, pools.clear)
-
-
-@needs_gpus
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_view_keeps_the_memory_of_a_pool(pool: Pool, world: int) -> None:
-    pool.run(kept_of_a_pool, world)
 
 
 def given_back(rank: int, world: int) -> None:
@@ -154,11 +139,7 @@ def recorded(rank: int, world: int) -> None:
         out.copy_(theirs)
         window.barrier(channel=1)
 
-    step(window, theirs)
-    settle()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step(window, theirs)
+    graph = captured(partial(step, window, theirs))
     dist.barrier()
     del tensor, window, theirs
     gc.collect()
@@ -169,13 +150,6 @@ def recorded(rank: int, world: int) -> None:
         assert bool((out == 7 + (rank + 1) % world).all())
     assert not any(bool(other.any()) for other, _ in others)
     dist.barrier()
-
-
-@needs_gpus
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("what", [given_back, recorded])
-def test_memory_lasts_as_long_as_it_is_used(pool: Pool, what: object, world: int) -> None:
-    pool.run(what, world)
 
 
 def pools(rank: int, world: int) -> None:
@@ -196,6 +170,7 @@ def pools(rank: int, world: int) -> None:
 
 
 @needs_gpus
+@pytest.mark.parametrize("body", (streams, graphs, kept_of_a_pool, given_back, recorded, pools))
 @pytest.mark.parametrize("world", WORLDS)
-def test_tensors_of_torchs_pools(pool: Pool, world: int) -> None:
-    pool.run(pools, world)
+def test_streams_graphs_and_memory(pool: Pool, world: int, body: Callable[..., None]) -> None:
+    pool.run(body, world)

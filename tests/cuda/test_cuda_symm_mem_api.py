@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch_symm
 from pool import WORLDS, Pool, device, init, meet, needs_gpus
 from test_cuda_errors import TIMEOUT_S, failure_of, still_usable
+from test_cuda_memory import free
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from zero_copy import MB, direct, new_pool, rises, same_bytes, warm
@@ -21,13 +22,6 @@ pytestmark = needs_gpus
 KEPT = 32 * MB
 #: Seconds until peers have unmapped a segment.
 WITHDRAWN_S = 10.0
-
-
-def free() -> int:
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0]
 
 
 def is_free_again(before: int) -> None:
@@ -93,11 +87,6 @@ def reused(rank: int, world: int) -> None:
     assert [result.item() for result in results] == right
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_memory_is_reused_in_stream_order(pool: Pool, world: int) -> None:
-    pool.run(reused, world)
-
-
 def groups(rank: int, world: int) -> None:
     """Two groups of all ranks and a subgroup use the same tensors, first in turn, then on separate streams."""
     memory = new_pool()
@@ -135,9 +124,10 @@ def groups(rank: int, world: int) -> None:
     assert bool((tensors[1] == world).all())
 
 
+@pytest.mark.parametrize("body", (reused, groups))
 @pytest.mark.parametrize("world", WORLDS)
-def test_several_groups_on_one_pool(pool: Pool, world: int) -> None:
-    pool.run(groups, world)
+def test_one_pool(pool: Pool, world: int, body: Callable[..., None]) -> None:
+    pool.run(body, world)
 
 
 def large(rank: int, world: int) -> None:
@@ -186,9 +176,8 @@ def too_much(rank: int, world: int) -> None:
 
 
 # proves P16
-@pytest.mark.parametrize("world", (2,))
-def test_out_of_memory(pool: Pool, world: int) -> None:
-    pool.run(too_much, world)
+def test_out_of_memory(pool: Pool) -> None:
+    pool.run(too_much, 2)
 
 
 def allocated(rank: int, world: int) -> None:

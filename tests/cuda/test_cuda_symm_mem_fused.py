@@ -5,6 +5,8 @@ Also runs on CPU tensors (SYMM_TEST_DEVICE=cpu), except for tests that need stre
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -54,11 +56,6 @@ def fused(rank: int, world: int) -> None:
                     same(piece, wanted_piece, where)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_fused_operators_are_their_fallbacks(pool: Pool, world: int) -> None:
-    pool.run(fused, world)
-
-
 def torchs_own(rank: int, world: int) -> None:
     """torch's operators of the same names run through this package's windows, and match plain collectives."""
     import torch.distributed._symmetric_memory as torchs
@@ -80,12 +77,6 @@ def torchs_own(rank: int, world: int) -> None:
         total = sum((part.float() @ B.float() for part in parts), torch.zeros((), device=device()))
         assert torch.equal(piece.float(), total.chunk(world, dim)[rank]), dim
     settle()
-
-
-@needs_gpus
-@pytest.mark.parametrize("world", WORLDS)
-def test_so_do_torchs_own_operators(pool: Pool, world: int) -> None:
-    pool.run(torchs_own, world)
 
 
 def scaled(rank: int, world: int) -> None:
@@ -110,11 +101,6 @@ def scaled(rank: int, world: int) -> None:
         torch.testing.assert_close(piece, wanted_piece, atol=0.1, rtol=0.02)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_scaled_operators_are_their_fallbacks(pool: Pool, world: int) -> None:
-    pool.run(scaled, world)
-
-
 def overtaking(rank: int, world: int) -> None:
     """Data changes from call to call, without waits in between."""
     B = torch.eye(256, device=device())
@@ -130,11 +116,6 @@ def overtaking(rank: int, world: int) -> None:
         for peer, part in enumerate(gathered[:, : 256 // world * world].chunk(world, 1)):
             assert bool((part == 1000 * call + peer).all()), (call, peer)
         assert bool((summed == 1000 * call + (world - 1) / 2).all()), call
-
-
-@pytest.mark.parametrize("world", [world for world in WORLDS if world in (2, 4, 8)])
-def test_calls_do_not_overtake_one_another(pool: Pool, world: int) -> None:
-    pool.run(overtaking, world)
 
 
 def captured(rank: int, world: int) -> None:
@@ -171,7 +152,13 @@ def captured(rank: int, world: int) -> None:
                 assert torch.equal(one, other), turn
 
 
-@needs_gpus
+@pytest.mark.parametrize("body", (fused, pytest.param(torchs_own, marks=needs_gpus), scaled))
+@pytest.mark.parametrize("world", WORLDS)
+def test_operators_are_their_fallbacks(pool: Pool, world: int, body: Callable[..., None]) -> None:
+    pool.run(body, world)
+
+
+@pytest.mark.parametrize("body", (overtaking, pytest.param(captured, marks=needs_gpus)))
 @pytest.mark.parametrize("world", [world for world in WORLDS if world in (2, 4, 8)])
-def test_graphs_replay(pool: Pool, world: int) -> None:
-    pool.run(captured, world)
+def test_many_calls(pool: Pool, world: int, body: Callable[..., None]) -> None:
+    pool.run(body, world)

@@ -194,14 +194,10 @@ def messages(rank: int, world: int) -> None:
     findings.close()
 
 
+@pytest.mark.parametrize("body", (messages, counted))
 @pytest.mark.parametrize("world", WORLDS)
-def test_messages(pool: Pool, world: int) -> None:
-    pool.run(messages, world)
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_what_is_direct(pool: Pool, world: int) -> None:
-    pool.run(counted, world)
+def test_what_is_direct(pool: Pool, world: int, body: Callable[..., None]) -> None:
+    pool.run(body, world)
 
 
 def views(rank: int, world: int) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
-from pool import WORLDS, Pool, device, needs_gpus
-from test_cuda_graphs import captured, step
+from pool import WORLDS, Pool, captured, device, needs_gpus
+from test_cuda_graphs import step
 from zero_copy import direct, new_pool, rises, warm
 
 pytestmark = needs_gpus
@@ -73,11 +75,6 @@ def before_and_after(rank: int, world: int) -> None:
     assert rises(new.replay) == [1] * world
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_graphs_from_before(pool: Pool, world: int) -> None:
-    pool.run(before_and_after, world)
-
-
 def inside(rank: int, world: int) -> None:
     """A graph whose own tensors are in a symmetric pool needs no allocation before the capture."""
     memory = new_pool()
@@ -96,6 +93,7 @@ def inside(rank: int, world: int) -> None:
     del graph
 
 
+@pytest.mark.parametrize("body", (before_and_after, inside))
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_graphs_own_tensors(pool: Pool, world: int) -> None:
-    pool.run(inside, world)
+def test_graphs_and_pools(pool: Pool, world: int, body: Callable[..., None]) -> None:
+    pool.run(body, world)

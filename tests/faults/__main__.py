@@ -1,4 +1,4 @@
-"""Runs the fault matrix, and prints and writes the observations of each backend's ranks. See `--help`."""
+"""Runs the fault matrix, and prints and writes the observations of each backend's ranks."""
 
 from __future__ import annotations
 
@@ -23,19 +23,15 @@ from faults.runner import guarded
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python tests/faults", description=__doc__)
     parser.add_argument(
-        "--only", action="append", default=[], metavar="TEXT", help="cases whose name or row contains it"
+        "--only", action="append", default=[], metavar="TEXT", help="run only cases whose name or row contains TEXT"
     )
-    parser.add_argument("--sides", default="gloo,symm", help="gloo, symm, or both (default)")
-    parser.add_argument(
-        "--timeout", type=float, default=90.0, help="seconds that a case may take on a side (default 90)"
-    )
-    parser.add_argument("--patience", type=float, default=1.0, help="by what promised times are multiplied (default 1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="writes everything that was seen")
-    parser.add_argument(
-        "--write", type=Path, metavar="FILE", help="replaces the table between the markers of this document"
-    )
-    parser.add_argument("--nodes", action="store_true", help="symm's ranks are on two nodes, which are this machine")
-    parser.add_argument("--list", action="store_true", help="names the cases and ends")
+    parser.add_argument("--sides", default="gloo,symm", help="comma-separated backends (default: gloo,symm)")
+    parser.add_argument("--timeout", type=float, default=90.0, help="seconds for a case on a backend (default: 90)")
+    parser.add_argument("--patience", type=float, default=1.0, help="factor for all promised times (default: 1)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all observations to FILE as JSON")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="replace the table between the markers in FILE")
+    parser.add_argument("--nodes", action="store_true", help="place symm's ranks on two nodes, both on this machine")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases, run none")
     options = parser.parse_args()
     chosen = [
         case

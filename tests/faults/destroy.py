@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import ctypes
 import os
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from . import resource_leaks
 from .case import RIGHT, WRONG, Case, Outcome, Promise, Saw, add
 from .deaths import failed, waits
-from .processes import WORLD, Stage, node_of, placed, play, scene
+from .processes import Stage, node_of, play, scene
 
 TIMEOUT_S = 5.0
 
@@ -53,29 +52,24 @@ def _as(saw: Saw, kind: str, stage: Stage) -> Saw:
     return saw
 
 
-RELEASED = "abort / destroy from a second thread while a call is blocked"
 NOTE = f"group timeout {TIMEOUT_S:g} s"
-for _wait in ("all_reduce", "asynchronous all_reduce", "recv"):
+ABORTED = Promise(sees=("SymmAbortedError", "SymmPeerError"), names=(0,), says=("abort",), within=0.1)
+for _name, _way, _wait, _promise in (
+    ("abort from a second thread", "abort", "all_reduce", ABORTED),
+    ("abort, asynchronous all_reduce blocked", "abort", "asynchronous all_reduce", ABORTED),
+    ("abort, recv blocked", "abort", "recv", ABORTED),
+    ("destroy from a second thread", "destroy", "all_reduce", Promise(("SymmAbortedError", RIGHT), within=0.1)),
+):
     scene(
-        "abort from a second thread" if _wait == "all_reduce" else f"abort, {_wait} blocked",
-        RELEASED,
+        _name,
+        "abort / destroy from a second thread while a call is blocked",
         "< 0.1 s; the others hear who aborted",
-        Promise(sees=("SymmAbortedError", "SymmPeerError"), names=(0,), says=("abort",), within=0.1),
+        _promise,
         NOTE,
         where="both" if _wait == "all_reduce" else "one",
         timeout=TIMEOUT_S,
         limit=4 * TIMEOUT_S,
-    )(partial(released, way="abort", wait=_wait))
-scene(
-    "destroy from a second thread",
-    RELEASED,
-    "< 0.1 s",
-    Promise(sees=("SymmAbortedError", RIGHT), within=0.1),
-    NOTE,
-    where="both",
-    timeout=TIMEOUT_S,
-    limit=4 * TIMEOUT_S,
-)(partial(released, way="destroy"))
+    )(partial(released, way=_way, wait=_wait))
 for _layout, _culprit in (((2, 2), 3), ((3, 1), 2), ((1, 1, 1), 0)):
     scene(
         f"abort on rank {_culprit} of {_layout}",
@@ -251,9 +245,9 @@ def churn(stage: Stage, rank: int, cycles: int) -> Saw:
         RIGHT,
         left=dict(more),
         figures={
-            "ms_a_cycle": took / cycles * 1e3,
-            "kb_a_cycle": max(0.0, grown) / cycles,
-            "keys_a_cycle": (store.num_keys() - keys) / cycles,
+            "ms_per_cycle": took / cycles * 1e3,
+            "kb_per_cycle": max(0.0, grown) / cycles,
+            "keys_per_cycle": (store.num_keys() - keys) / cycles,
             "fds_and_threads": float(more["fds"] + more["threads"]),
         },
     )
@@ -270,106 +264,79 @@ add(
         "1000 × new_group, use, destroy",
         churned,
         Promise(
-            at_most={"ms_a_cycle": 5.0, "kb_a_cycle": 1.0, "keys_a_cycle": 0.01, "fds_and_threads": 0.0},
-            stretches=("ms_a_cycle",),
+            at_most={"ms_per_cycle": 5.0, "kb_per_cycle": 1.0, "keys_per_cycle": 0.01, "fds_and_threads": 0.0},
+            stretches=("ms_per_cycle",),
         ),
-        "< 5 ms, < 1 KB, no key, descriptor or thread a cycle",
+        "< 5 ms, < 1 KB, no key, descriptor or thread per cycle",
         "200 cycles for Gloo; both over torch's TCPStore",
     )
 )
 
-FORKS = """
-import json, os, sys, time, torch, torch.distributed as dist
-torch.set_num_threads(1)
-side, folder, rank, world = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-seen = {}
-torch.ones(4) + 1
-if rank == 0:
+
+def as_programs_end() -> None:
+    """Ends a process as the interpreter does after ``sys.exit``, with its teardown and the exit functions of C."""
+    ctypes.pythonapi.Py_Exit(0)
+
+
+def used(writer: int) -> None:
+    try:
+        dist.all_reduce(torch.ones(4))
+    except Exception as error:
+        os.write(writer, type(error).__name__.encode())
+    os._exit(0)
+
+
+def child_of(end: Callable[[], None]) -> float:
+    """Seconds until a forked child of this rank has ended; a child that hangs is killed after 4 s."""
     begun = time.monotonic()
     pid = os.fork()
     if pid == 0:
-        sys.exit(0)
-    os.waitpid(pid, 0)
-    seen["bare"] = time.monotonic() - begun
-store = dist.FileStore(folder + "/store", world)
-dist.init_process_group(side, store=store, rank=rank, world_size=world)
-dist.all_reduce(torch.ones(4))
-for ending in ("sys_exit", "destroy", "use"):
+        end()
+        as_programs_end()
+    while os.waitpid(pid, os.WNOHANG)[0] == 0:
+        if time.monotonic() > begun + 4:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            break
+        time.sleep(0.002)
+    return time.monotonic() - begun
+
+
+def forked(stage: Stage, rank: int) -> Saw:
+    """A forked child of rank 0 exits, destroys the group, uses the group; all ranks go on."""
+    figures = {"child_bare_s": child_of(lambda: None)} if rank == 0 else {}
+    stage.join(rank)
+    dist.all_reduce(torch.ones(4))
     reader, writer = os.pipe()
-    begun = time.monotonic()
-    pid = os.fork() if rank == 0 else 0
-    if rank == 0 and pid == 0:
-        if ending == "destroy":
-            dist.destroy_process_group()
-        elif ending == "use":
-            try:
-                dist.all_reduce(torch.ones(4))
-            except Exception as error:
-                os.write(writer, type(error).__name__.encode())
-            os._exit(0)
-        sys.exit(0)
+    right = True
+    for name, end in (
+        ("sys_exit", lambda: None),
+        ("destroy", dist.destroy_process_group),
+        ("use", lambda: used(writer)),
+    ):
+        if rank == 0:
+            figures[f"child_{name}_s"] = child_of(end)
+        dist.all_reduce(tensor := torch.ones(4))
+        right &= tensor.tolist() == [stage.world] * 4
     os.close(writer)
+    raised = os.read(reader, 100)
+    os.close(reader)
     if rank == 0:
-        while os.waitpid(pid, os.WNOHANG)[0] == 0:
-            if time.monotonic() > begun + 4:
-                os.kill(pid, 9)
-                os.waitpid(pid, 0)
-                break
-            time.sleep(0.002)
-        seen[ending] = time.monotonic() - begun
-        seen["raised"] = os.read(reader, 100).decode()
-    dist.all_reduce(tensor := torch.ones(4))
-    seen["right"] = tensor.tolist() == [world] * 4
-print(json.dumps(seen), flush=True)
-os._exit(0)
-"""
+        slower = max(figures["child_sys_exit_s"], figures["child_destroy_s"])
+        figures |= {"child_more_than_bare_s": slower - figures["child_bare_s"], "use_unrefused": float(not raised)}
+    return Saw(RIGHT if right else WRONG, figures=figures)
 
 
-def forked(side: str) -> Outcome:
-    """A forked child of rank 0 leaves by sys.exit, destroys the group, uses the group."""
-    with resource_leaks.fresh_folder() as place:
-        command = [sys.executable, "-c", FORKS, side, str(place)]
-        ranks = [
-            subprocess.Popen(
-                [*command, str(rank), str(WORLD)],
-                env={**os.environ, **placed(rank, WORLD)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(WORLD)
-        ]
-        outcome = Outcome()
-        deadline = time.monotonic() + 60
-        for rank, process in enumerate(ranks):
-            try:
-                out, err = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                out, err = process.communicate()
-            try:
-                seen = json.loads(out.splitlines()[-1])
-            except (IndexError, ValueError):
-                outcome.saw[rank] = Saw("crash", err[-400:])
-                continue
-            outcome.saw[rank] = Saw(RIGHT if seen["right"] else "wrong")
-            if rank == 0:
-                outcome.figures = {f"child_{name}_s": seen[name] for name in ("bare", "sys_exit", "destroy", "use")}
-                outcome.figures["child_more_than_bare_s"] = max(seen["sys_exit"], seen["destroy"]) - seen["bare"]
-                outcome.figures["use_unrefused"] = float(seen["raised"] == "")
-        return outcome
-
-
-add(
-    Case(
-        "forked child ends or uses",
-        "a forked child: sys.exit / destroy / use of the group",
-        forked,
-        Promise(
-            at_most={"child_more_than_bare_s": 0.5, "child_use_s": 0.5, "use_unrefused": 0},
-            stretches=("child_more_than_bare_s", "child_use_s"),
-        ),
-        "the child ends in < 0.5 s more than one without a group (bare), use raises, the parents go on",
-        "children are ended after 4 s",
-    )
-)
+scene(
+    "forked child ends or uses",
+    "a forked child: sys.exit / destroy / use of the group",
+    "the child ends in < 0.5 s more than one without a group (bare), use raises, the parents go on",
+    Promise(
+        at_most={"child_more_than_bare_s": 0.5, "child_use_s": 0.5, "use_unrefused": 0},
+        stretches=("child_more_than_bare_s", "child_use_s"),
+    ),
+    "children are ended after 4 s",
+    where="both",
+    limit=60,
+    join=False,
+)(forked)

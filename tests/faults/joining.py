@@ -70,10 +70,9 @@ def missing_in_new_group(side: str) -> Outcome:
 
     def body(stage: Stage, rank: int) -> Saw:
         dist.barrier()
-        if rank == 2:
-            stage.meet("seen", rank, range(WORLD), 4 * LATE_S)
-            return Saw(RIGHT)
-        saw = stage.observe(lambda: dist.new_group(timeout=timedelta(seconds=LATE_S)) is None)
+        saw = Saw(RIGHT)
+        if rank != 2:
+            saw = stage.observe(lambda: dist.new_group(timeout=timedelta(seconds=LATE_S)) is None)
         stage.meet("seen", rank, range(WORLD), 4 * LATE_S)
         return saw
 
@@ -101,36 +100,29 @@ for _name, _run, _absent in (
     )
 
 
-def stale_file(side: str) -> Outcome:
-    """All ranks of a run are killed; the next run meets at the same file."""
-
-    def body(stage: Stage, rank: int) -> Saw:
-        address = url(side, "file", f"{stage.place}/meeting")
-        child = os.fork()
-        if child == 0:
-            try:
-                join_by(stage, address, rank)
-                stage.meet("joined", rank, range(WORLD), 10)
-            finally:
-                os.kill(os.getpid(), signal.SIGKILL)
-        os.waitpid(child, 0)
-        stage.meet("killed", rank, range(WORLD), 10)
-        stage.now_it_happens()
-        return stage.observe(lambda: join_by(stage, address, rank))
-
-    return play(body, side, timeout=TIMEOUT_S, limit=30, join=False)
-
-
-add(
-    Case(
-        "file of a killed run",
-        "a file:// left by a killed run",
-        stale_file,
-        Promise(sees=(RIGHT,), within=1.0),
-        "works",
-        NOTE,
-    )
+@scene(
+    "file of a killed run",
+    "a file:// left by a killed run",
+    "works",
+    Promise(sees=(RIGHT,), within=1.0),
+    NOTE,
+    where="both",
+    timeout=TIMEOUT_S,
+    join=False,
 )
+def _(stage: Stage, rank: int) -> Saw:
+    address = url(stage.side, "file", f"{stage.place}/meeting")
+    child = os.fork()
+    if child == 0:
+        try:
+            join_by(stage, address, rank)
+            stage.meet("joined", rank, range(WORLD), 10)
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    stage.meet("killed", rank, range(WORLD), 10)
+    stage.now_it_happens()
+    return stage.observe(lambda: join_by(stage, address, rank))
 
 
 def duplicate(side: str, late: bool) -> Outcome:
@@ -169,27 +161,17 @@ def one_refused(side: str, late: bool) -> Outcome:
     return outcome
 
 
-ROW = "a fifth process with a rank that is taken"
-add(
-    Case(
-        "duplicate rank while forming",
-        ROW,
-        partial(one_refused, late=False),
-        Promise(sees=(RIGHT, "SymmConfigError"), names=(1,), within=1.0, at_most={"refused": 1, "not_served": 0}),
-        "refused in < 1 s, both processes named, the job runs",
-        NOTE,
+for _late in (False, True):
+    add(
+        Case(
+            f"duplicate rank {'after' if _late else 'while'} forming",
+            "a fifth process with a rank that is taken",
+            partial(one_refused, late=_late),
+            Promise(sees=(RIGHT, "SymmConfigError"), names=(1,), within=1.0, at_most={"refused": 1, "not_served": 0}),
+            "refused in < 1 s, both processes named, the job runs",
+            NOTE,
+        )
     )
-)
-add(
-    Case(
-        "duplicate rank after forming",
-        ROW,
-        partial(one_refused, late=True),
-        Promise(sees=(RIGHT, "SymmConfigError"), names=(1,), within=1.0, at_most={"refused": 1, "not_served": 0}),
-        "refused in < 1 s, both processes named, the job runs",
-        NOTE,
-    )
-)
 
 
 def process_on_the_port(side: str) -> Outcome:
@@ -219,25 +201,19 @@ add(
 )
 
 
-def missing_folder(side: str) -> Outcome:
-    """The file of the rendezvous is in a directory that does not exist."""
-
-    def body(stage: Stage, rank: int) -> Saw:
-        return stage.observe(lambda: join_by(stage, url(side, "file", f"{stage.place}/none/meeting"), rank))
-
-    return play(body, side, timeout=TIMEOUT_S, limit=10, join=False)
-
-
-add(
-    Case(
-        "file in a missing folder",
-        "file:// in a missing directory",
-        missing_folder,
-        Promise(sees=REFUSED, says=("none",), within=1.0),
-        "< 1 s, the path named",
-        f"{NOTE}; ended after 10 s",
-    )
+@scene(
+    "file in a missing folder",
+    "file:// in a missing directory",
+    "< 1 s, the path named",
+    Promise(sees=REFUSED, says=("none",), within=1.0),
+    f"{NOTE}; ended after 10 s",
+    where="both",
+    timeout=TIMEOUT_S,
+    limit=10,
+    join=False,
 )
+def _(stage: Stage, rank: int) -> Saw:
+    return stage.observe(lambda: join_by(stage, url(stage.side, "file", f"{stage.place}/none/meeting"), rank))
 
 
 def few_descriptors(stage: Stage, rank: int, more: int) -> Saw:
@@ -307,14 +283,15 @@ def stays_away(stage: Stage, rank: int, absent: int, early: int) -> Saw:
     return saw
 
 
+SEVERAL, OTHER = (f"a rank of {nodes} nodes never makes a group" for nodes in ("several", "other"))
 for _layout, _absent, _early, _row in (
-    ((2, 2), 3, -1, "a rank of several nodes never makes a group"),
-    ((1, 1, 2), 2, 3, "a rank of several nodes never makes a group"),
-    ((2, 2), 0, 3, "a rank of other nodes never makes a group"),
-    ((2, 2), 1, 0, "a rank of other nodes never makes a group"),
-    ((1, 3), 3, 0, "a rank of other nodes never makes a group"),
-    ((3, 2), 4, -1, "a rank of other nodes never makes a group"),
-    ((2, 2, 1), 3, 4, "a rank of other nodes never makes a group"),
+    ((2, 2), 3, -1, SEVERAL),
+    ((1, 1, 2), 2, 3, SEVERAL),
+    ((2, 2), 0, 3, OTHER),
+    ((2, 2), 1, 0, OTHER),
+    ((1, 3), 3, 0, OTHER),
+    ((3, 2), 4, -1, OTHER),
+    ((2, 2, 1), 3, 4, OTHER),
 ):
     _missing = rf'rank {_absent} \(node "{node_of(_absent, _layout)}", pid \d+\)'
     scene(

@@ -15,10 +15,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from .case import Case, Promise, Saw, add
+from .case import Case, Promise, Saw
 from .deaths import KILLED, TIMEOUT_S
 from .destroy import churn
-from .processes import WORLD, Stage, play
+from .processes import WORLD, Stage, scene
 
 #: Seconds until all nodes notice an exit, and a disagreement.
 DEATH_S, DISAGREEMENT_S = 0.2, 0.1
@@ -95,43 +95,48 @@ def _message_refused(stage: Stage, rank: int) -> Saw:
 OTHERS = (WORLD // 2, WORLD - 1)
 LAYOUT = (WORLD // 2, WORLD // 2)
 
-for _case in (
-    Case(
-        "all ranks of a node killed",
-        "all ranks of a node killed, or stopped, at once",
-        partial(play, partial(_node_lost, stopped=False), layout=LAYOUT, timeout=TIMEOUT_S, limit=30, victims=OTHERS),
-        Promise(sees=("SymmPeerError",), says=(rf"{KILLED}|gone", 'node "b"'), within=DEATH_S),
-        f"killed: < {DEATH_S:g} s, the node or its ranks named; stopped: 5 to 6 s, the node named",
-        "the group's timeout is 6 and 20 s; Gloo's threads stay until then where a node is stopped",
-    ),
-    Case(
-        "all ranks of a node stopped",
-        "all ranks of a node killed, or stopped, at once",
-        partial(play, partial(_node_lost, stopped=True), layout=LAYOUT, timeout=20, limit=40, victims=OTHERS),
+for _end, _timeout, _promise in (
+    ("killed", TIMEOUT_S, Promise(("SymmPeerError",), says=(rf"{KILLED}|gone", 'node "b"'), within=DEATH_S)),
+    (
+        "stopped",
+        20.0,
         Promise(
-            sees=("SymmPeerError",),
+            ("SymmPeerError",),
             says=(r'node "b" \(ranks 2 and 3\) of group ".*" has not answered for 5\.\d s',),
             not_before=4.5,
             within=7.0,
             nothing_left=False,
         ),
-        f"killed: < {DEATH_S:g} s, the node or its ranks named; stopped: 5 to 6 s, the node named",
-        "the group's timeout is 6 and 20 s; Gloo's threads stay until then where a node is stopped",
-    ),
-    Case(
-        "refused message between nodes",
-        "a send that is refused, to a rank of another node that waits for it",
-        partial(play, _message_refused, layout=LAYOUT, timeout=2, limit=10),
-        Promise(sees=("ValueError", "RuntimeError", "SymmMismatchError", "right"), within=DEATH_S),
-        f"the receiver hears why within {DEATH_S * 1e3:g} ms",
-    ),
-    Case(
-        "100 cycles over nodes",
-        "100 × new_group, use, destroy",
-        lambda side: play(partial(churn, cycles=100), side, layout=LAYOUT, timeout=60, limit=80, over_tcp=True),
-        Promise(at_most={"keys_a_cycle": WORLD, "fds_and_threads": 0.0}),
-        "no descriptor or thread a cycle, and no keys but those that Gloo leaves",
-        "over torch's TCPStore",
     ),
 ):
-    add(replace(_case, where="nodes"))
+    scene(
+        f"all ranks of a node {_end}",
+        "all ranks of a node killed, or stopped, at once",
+        f"killed: < {DEATH_S:g} s, the node or its ranks named; stopped: 5 to 6 s, the node named",
+        _promise,
+        "the group's timeout is 6 and 20 s; Gloo's threads stay until then where a node is stopped",
+        layout=LAYOUT,
+        timeout=_timeout,
+        limit=40,
+        victims=OTHERS,
+    )(partial(_node_lost, stopped=_end == "stopped"))
+scene(
+    "refused message between nodes",
+    "a send that is refused, to a rank of another node that waits for it",
+    f"the receiver hears why within {DEATH_S * 1e3:g} ms",
+    Promise(sees=("ValueError", "RuntimeError", "SymmMismatchError", "right"), within=DEATH_S),
+    layout=LAYOUT,
+    timeout=2,
+    limit=10,
+)(_message_refused)
+scene(
+    "100 cycles over nodes",
+    "100 × new_group, use, destroy",
+    "no descriptor or thread per cycle, and no keys but those that Gloo leaves",
+    Promise(at_most={"keys_per_cycle": WORLD, "fds_and_threads": 0.0}),
+    "over torch's TCPStore",
+    layout=LAYOUT,
+    timeout=60,
+    limit=80,
+    over_tcp=True,
+)(partial(churn, cycles=100))

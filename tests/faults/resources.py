@@ -46,9 +46,9 @@ def many_groups(stage: Stage, rank: int) -> Saw:
         RIGHT if right else WRONG,
         left=dict(resource_leaks.beyond(had)),
         figures={
-            "fds_a_group": more["fds"] / GROUPS,
-            "threads_a_group": more["threads"] / GROUPS,
-            "ms_a_group": made / GROUPS * 1e3,
+            "fds_per_group": more["fds"] / GROUPS,
+            "threads_per_group": more["threads"] / GROUPS,
+            "ms_per_group": made / GROUPS * 1e3,
         },
     )
 
@@ -58,8 +58,10 @@ add(
         "200 groups",
         "200 groups at once",
         partial(play, many_groups, timeout=60, limit=60, over_tcp=True),
-        Promise(at_most={"fds_a_group": 2.0, "threads_a_group": 1.0, "ms_a_group": 2.0}, stretches=("ms_a_group",)),
-        "at most 2 descriptors, 1 thread, 2 ms a group",
+        Promise(
+            at_most={"fds_per_group": 2.0, "threads_per_group": 1.0, "ms_per_group": 2.0}, stretches=("ms_per_group",)
+        ),
+        "at most 2 descriptors, 1 thread, 2 ms per group",
         "over torch's TCPStore",
     )
 )
@@ -131,19 +133,7 @@ def limit_addresses(more: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (mapped + more, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-def cramped(stage: Stage, rank: int) -> Saw:
-    """Rank 1 has too few free addresses for the memory of a new group."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    dist.barrier()
-    if rank == 1:
-        limit_addresses(1 << 20)
-    saw = stage.observe(lambda: dist.new_group(timeout=timedelta(seconds=30)) is None)
-    resource.setrlimit(resource.RLIMIT_AS, before)
-    stage.meet("failed", rank, range(2))
-    return saw
-
-
-scene(
+@scene(
     "no addresses for the memory",
     "RLIMIT_AS of rank 1 leaves no room for a group's memory",
     "< 1 s on all, with the bytes that are needed and free",
@@ -155,7 +145,17 @@ scene(
     ),
     sides=("symm",),
     world=2,
-)(cramped)
+)
+def _(stage: Stage, rank: int) -> Saw:
+    """Rank 1 has too few free addresses for the memory of a new group."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    dist.barrier()
+    if rank == 1:
+        limit_addresses(1 << 20)
+    saw = stage.observe(lambda: dist.new_group(timeout=timedelta(seconds=30)) is None)
+    resource.setrlimit(resource.RLIMIT_AS, before)
+    stage.meet("failed", rank, range(2))
+    return saw
 
 
 def no_thread(stage: Stage, rank: int, send: bool) -> Saw:
@@ -205,7 +205,17 @@ for _send in (True, False):
     )(partial(no_thread, send=_send))
 
 
-def with_little_memory(stage: Stage, rank: int) -> Saw:
+@scene(
+    "memory that rank 0 cannot have",
+    "memory that rank 0 cannot have",
+    "an error on all, which has rank 0 and the bytes",
+    Promise(sees=("SymmConfigError", "SymmTimeoutError"), names=(0,), within=1.5),
+    sides=("symm",),
+    world=3,
+    join=False,
+    timeout=0.5,
+)
+def _(stage: Stage, rank: int) -> Saw:
     """Rank 0's files, and so its shared memory, may not be longer than 1 MiB."""
     if rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
@@ -213,19 +223,6 @@ def with_little_memory(stage: Stage, rank: int) -> Saw:
     if rank == 0 and not re.search(r"size of shared memory: .*; \d+ bytes are needed", saw.text):
         saw.kind = WRONG
     return saw
-
-
-add(
-    Case(
-        "memory that rank 0 cannot have",
-        "memory that rank 0 cannot have",
-        partial(play, with_little_memory, world=3, join=False, timeout=0.5),
-        Promise(sees=("SymmConfigError", "SymmTimeoutError"), names=(0,), within=1.5),
-        "an error on all, which has rank 0 and the bytes",
-        sides=("symm",),
-        where="one",
-    )
-)
 
 
 def load_generator(stage: Stage, rank: int) -> Saw:

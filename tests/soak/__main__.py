@@ -63,15 +63,20 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="soak", description=__doc__)
-    parser.add_argument("--minutes", type=positive, default=5)
-    parser.add_argument("--seed", type=int, help="default: a random one, printed at the end")
-    parser.add_argument("--round", type=int, help="this round alone")
-    parser.add_argument("--times", type=count, default=1, help="how often to play --round")
-    parser.add_argument("--ranks", type=count, default=4)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--only", default="", choices=list(draw.FAULTS), help="this fault in every round")
-    parser.add_argument("--limit", type=positive, default=faults.LIMIT, help="seconds in which a failure must be heard")
-    parser.add_argument("--report", help="a file for the figures, as JSON")
+    parser.add_argument("--minutes", type=positive, default=5, help="length of the run (default: 5)")
+    parser.add_argument("--seed", type=int, help="seed of all rounds (default: random, printed at the end)")
+    parser.add_argument("--round", type=int, help="run only the round of this number")
+    parser.add_argument("--times", type=count, default=1, help="number of runs of --round (default: 1)")
+    parser.add_argument("--ranks", type=count, default=4, help="number of ranks (default: 4)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the tensors (default: cpu)")
+    parser.add_argument("--only", default="", choices=list(draw.FAULTS), help="inject this fault in every round")
+    parser.add_argument(
+        "--limit",
+        type=positive,
+        default=faults.LIMIT,
+        help=f"seconds within which a failure must be reported (default: {faults.LIMIT:g})",
+    )
+    parser.add_argument("--report", metavar="FILE", help="write the figures to FILE as JSON")
     return parser.parse_args()
 
 

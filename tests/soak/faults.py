@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 import draw
@@ -104,20 +105,16 @@ def disagree(round: Round, variant: str) -> None:
     def zeros(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(count, dtype=dtype, device=round.device)
 
-    if variant == "size":
-        dist.all_reduce(zeros(101), group=place.group)
-    elif variant == "large size":
-        dist.all_reduce(zeros(1_000_000), group=place.group)
-    elif variant == "dtype":
-        dist.all_reduce(zeros(100, torch.float32), group=place.group)
-    elif variant == "op":
-        dist.all_reduce(zeros(100), dist.ReduceOp.MAX, group=place.group)
-    elif variant == "collective":
-        dist.all_gather_into_tensor(zeros(100 * place.size), zeros(100), group=place.group)
-    elif variant == "barrier":
-        dist.barrier(group=place.group)
-    elif variant == "root":
-        dist.broadcast(zeros(100), place.ranks[0], group=place.group)
+    calls: dict[str, Callable[[], object]] = {
+        "size": lambda: dist.all_reduce(zeros(101), group=place.group),
+        "large size": lambda: dist.all_reduce(zeros(1_000_000), group=place.group),
+        "dtype": lambda: dist.all_reduce(zeros(100, torch.float32), group=place.group),
+        "op": lambda: dist.all_reduce(zeros(100), dist.ReduceOp.MAX, group=place.group),
+        "collective": lambda: dist.all_gather_into_tensor(zeros(100 * place.size), zeros(100), group=place.group),
+        "barrier": lambda: dist.barrier(group=place.group),
+        "root": lambda: dist.broadcast(zeros(100), place.ranks[0], group=place.group),
+    }
+    calls[variant]()
 
 
 def agreed(round: Round) -> None:
