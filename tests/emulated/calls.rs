@@ -10,11 +10,15 @@ use symm::rank::Rank;
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
-    pub(crate) fn below(&mut self, end: usize) -> usize {
+    pub(crate) fn next(&mut self) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
-        (self.0 >> 20) as usize % end
+        self.0
+    }
+
+    pub(crate) fn below(&mut self, end: usize) -> usize {
+        (self.next() >> 20) as usize % end
     }
 
     pub(crate) fn of<T: Copy>(&mut self, choices: &[T]) -> T {
@@ -97,6 +101,26 @@ pub(crate) fn factor(rank: usize) -> f64 {
     0.5 + rank as f64 / 4.0
 }
 
+/// The CPU's reduction of `pieces`, which all have the same length, each with its own factor.
+pub(crate) fn on_cpu(
+    order: SumOrder,
+    op: ReduceOp,
+    dtype: DType,
+    pieces: &[impl AsRef<[u8]>],
+    factor: impl Fn(usize) -> f64,
+) -> Vec<u8> {
+    let mut result = vec![0u8; pieces[0].as_ref().len()];
+    let source = |(rank, piece): (usize, &_)| InputElements {
+        ptr: AsRef::<[u8]>::as_ref(piece).as_ptr(),
+        factor: factor(rank),
+    };
+    let sources: Vec<InputElements> = pieces.iter().enumerate().map(source).collect();
+    let (to, count) = (result.as_mut_ptr(), result.len() / dtype.size());
+    // SAFETY: all pieces and the result are `count` elements long.
+    unsafe { cpu::reduce_in(order, op, dtype, to, &sources, count, WriteMode::Cached) };
+    result
+}
+
 /// One collective on all ranks.
 pub(crate) struct Case {
     pub(crate) op: Collective,
@@ -144,26 +168,7 @@ impl Case {
     }
 
     pub(crate) fn reduced(&self, pieces: &[&[u8]]) -> Vec<u8> {
-        let mut result = vec![0u8; pieces[0].len()];
-        let sources: Vec<InputElements> = pieces
-            .iter()
-            .enumerate()
-            .map(|(rank, piece)| InputElements { ptr: piece.as_ptr(), factor: factor(rank) })
-            .collect();
-        let count = result.len() / self.dtype.size();
-        // SAFETY: all pieces and the result are `count` elements long.
-        unsafe {
-            cpu::reduce_in(
-                self.order,
-                self.reduce_op,
-                self.dtype,
-                result.as_mut_ptr(),
-                &sources,
-                count,
-                WriteMode::Cached,
-            )
-        };
-        result
+        on_cpu(self.order, self.reduce_op, self.dtype, pieces, factor)
     }
 
     /// The expected outputs of `me`, given all ranks' tensors.

@@ -13,6 +13,14 @@ use symm::dtype::{DType, ReduceOp, SumOrder};
 use symm::kernels::cuda::driver::Grid;
 use symm::topo::graph::CubeMesh;
 
+/// Runs `body` for each of `ranks` at the same time.
+pub(crate) fn at_once(ranks: impl IntoIterator<Item = usize>, body: impl Fn(usize) + Sync) {
+    let body = &body;
+    std::thread::scope(|scope| {
+        ranks.into_iter().for_each(|rank| drop(scope.spawn(move || body(rank))));
+    });
+}
+
 /// Number of threads in a block; at least the number of ranks.
 pub(crate) const THREADS: u32 = 8;
 
