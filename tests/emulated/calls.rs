@@ -1,5 +1,4 @@
 //! Collectives on all ranks of a group at once: each rank's inputs and expected outputs.
-#![allow(dead_code, reason = "each program uses its part")]
 
 use symm::coll::call::{CallSpec, Collective, Span};
 use symm::dtype::{DType, ReduceOp, SumOrder};
@@ -42,17 +41,11 @@ pub(crate) struct Tensors {
 
 impl Tensors {
     pub(crate) fn new(inputs: &[usize], outputs: &[usize], shift: usize, seed: u64) -> Self {
-        let mut state = seed | 1;
-        let mut byte = move || {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            // Any byte: floats of either sign and of any size, and also NaN.
-            (state >> 33) as u8
-        };
+        let mut random = Random(seed | 1);
         let mut fill = |bytes: usize| {
             let mut data = vec![0u8; shift + bytes];
-            data[shift..].fill_with(&mut byte);
+            // Any byte: floats of either sign and of any size, and also NaN.
+            data[shift..].fill_with(|| (random.next() >> 33) as u8);
             data
         };
         let inputs = inputs.iter().map(|&bytes| fill(bytes)).collect();
@@ -167,7 +160,37 @@ impl Case {
         }
     }
 
-    pub(crate) fn reduced(&self, pieces: &[&[u8]]) -> Vec<u8> {
+    /// The tensors of rank `me` of `n`; their content depends on `seed`.
+    pub(crate) fn tensors(&self, me: usize, n: usize, seed: usize) -> Tensors {
+        let (inputs, outputs) = self.lengths(me, n);
+        let seed = (seed * 64 + me) as u64 * 0x9e37_79b9;
+        Tensors::new(&inputs, &outputs, self.shift, seed)
+    }
+
+    /// The tensors of all of `n` ranks in each of `cases`.
+    pub(crate) fn all_tensors(cases: &[Self], n: usize, seed: usize) -> Vec<Vec<Tensors>> {
+        let of =
+            |(i, case): (usize, &Self)| (0..n).map(|me| case.tensors(me, n, seed + i)).collect();
+        cases.iter().enumerate().map(of).collect()
+    }
+
+    pub(crate) fn call(&self, tensors: &Tensors) -> CallSpec<'static> {
+        let inputs = tensors.spans(&tensors.inputs);
+        let outputs =
+            if tensors.in_place { inputs.clone() } else { tensors.spans(&tensors.outputs) };
+        CallSpec {
+            op: self.op,
+            dtype: self.dtype,
+            reduce_op: self.reduce_op,
+            root: Rank(self.root as u32),
+            factor: factor(0),
+            inputs: inputs.into(),
+            outputs: outputs.into(),
+            call_site: None,
+        }
+    }
+
+    fn reduced(&self, pieces: &[&[u8]]) -> Vec<u8> {
         on_cpu(self.order, self.reduce_op, self.dtype, pieces, factor)
     }
 
@@ -190,6 +213,18 @@ impl Case {
             Collective::ReduceScatter => vec![self.reduced(&column(me))],
             Collective::AllToAll => column(me).iter().map(|piece| piece.to_vec()).collect(),
             Collective::AllReduceAddRmsNorm => unreachable!("not of c10d"),
+        }
+    }
+
+    /// Asserts that the outputs of all ranks are as expected.
+    pub(crate) fn check(&self, all: &[Tensors]) {
+        let (op, count, dtype, n) = (self.op, self.count, self.dtype.name(), all.len());
+        for (me, tensors) in all.iter().enumerate() {
+            for (i, expected) in self.expected(me, all).iter().enumerate() {
+                let wrong = tensors.output(i).iter().zip(expected).position(|(a, b)| a != b);
+                let what = format!("{op:?} of {count} × {dtype} on rank {me} of {n}, output {i}");
+                assert_eq!(wrong, None, "{what}");
+            }
         }
     }
 }
