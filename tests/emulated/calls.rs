@@ -59,27 +59,6 @@ impl Tensors {
             .collect()
     }
 
-    pub(crate) fn call(
-        &self,
-        op: Collective,
-        dtype: DType,
-        reduce_op: ReduceOp,
-        root: u32,
-    ) -> CallSpec<'static> {
-        let inputs = self.spans(&self.inputs);
-        let outputs = if self.in_place { inputs.clone() } else { self.spans(&self.outputs) };
-        CallSpec {
-            op,
-            dtype,
-            reduce_op,
-            root: Rank(root),
-            factor: factor(0),
-            inputs: inputs.into(),
-            outputs: outputs.into(),
-            call_site: None,
-        }
-    }
-
     pub(crate) fn input(&self, i: usize) -> &[u8] {
         &self.inputs[i][self.shift..]
     }
