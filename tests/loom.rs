@@ -63,10 +63,33 @@ impl Cell {
     }
 }
 
+fn words<const N: usize>() -> [Word; N] {
+    std::array::from_fn(|_| Word::new())
+}
+
+fn cells<const N: usize>() -> [Cell; N] {
+    std::array::from_fn(|_| Cell::new())
+}
+
 fn model(preemptions: usize, body: impl Fn() + Sync + Send + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(preemptions);
     builder.check(body);
+}
+
+/// Runs `body` as both of two ranks, which share what `make` returns.
+fn both<T: Send + Sync + 'static>(
+    preemptions: usize,
+    make: impl Fn() -> T + Send + Sync + 'static,
+    body: impl Fn(&T, usize) + Clone + Send + Sync + 'static,
+) {
+    model(preemptions, move || {
+        let shared = Arc::new(make());
+        let (other, body_there) = (Arc::clone(&shared), body.clone());
+        let thread = thread::spawn(move || body_there(&other, 1));
+        body(&shared, 0);
+        thread.join().unwrap();
+    });
 }
 
 #[test]
@@ -79,41 +102,32 @@ fn a_ring_hands_over_every_frame_once_and_in_order() {
         head: Word,
         data: [Cell; UNITS as usize],
     }
-    model(3, || {
-        let shared = Arc::new(Shared {
-            tail: Word::new(),
-            head: Word::new(),
-            data: std::array::from_fn(|_| Cell::new()),
-        });
-        let producer = Arc::clone(&shared);
-        let thread = thread::spawn(move || {
-            let ring =
-                ByteRing { tail: &producer.tail, head: &producer.head, capacity: UNITS * UNIT };
-            let mut tail = 0;
-            for (number, units) in FRAMES.into_iter().enumerate() {
-                let room = loop {
-                    match ring.reserve(tail, units * UNIT) {
-                        Some(room) => break room,
-                        None => thread::yield_now(),
-                    }
-                };
-                if let Some(place) = room.padding {
-                    producer.data[(place / UNIT) as usize].write(0);
+    fn produce(ring: &ByteRing<'_, Word>, data: &[Cell]) {
+        let mut tail = 0;
+        for (number, units) in (1..).zip(FRAMES) {
+            let room = loop {
+                match ring.reserve(tail, units * UNIT) {
+                    Some(room) => break room,
+                    None => thread::yield_now(),
                 }
-                // Frames are published in parts, like short messages.
-                for unit in 0..units {
-                    producer.data[(room.place / UNIT + unit) as usize].write(number as u64 + 1);
-                    tail = room.tail - (units - 1 - unit) * UNIT;
-                    ring.publish(tail);
-                }
+            };
+            if let Some(place) = room.padding {
+                data[(place / UNIT) as usize].write(0);
             }
-        });
-        let ring = ByteRing { tail: &shared.tail, head: &shared.head, capacity: UNITS * UNIT };
+            // Frames are published in parts, like short messages.
+            for unit in 0..units {
+                data[(room.place / UNIT + unit) as usize].write(number);
+                tail = room.tail - (units - 1 - unit) * UNIT;
+                ring.publish(tail);
+            }
+        }
+    }
+    fn consume(ring: &ByteRing<'_, Word>, data: &[Cell]) {
         let mut head = 0;
-        for (number, units) in FRAMES.into_iter().enumerate() {
+        for (number, units) in (1..).zip(FRAMES) {
             let place = loop {
                 match ring.oldest(head) {
-                    Some(place) if shared.data[(place / UNIT) as usize].read() == 0 => {
+                    Some(place) if data[(place / UNIT) as usize].read() == 0 => {
                         head += UNITS * UNIT - place
                     }
                     Some(place) => break place,
@@ -124,12 +138,16 @@ fn a_ring_hands_over_every_frame_once_and_in_order() {
                 while ring.tail.observe() <= head + unit * UNIT {
                     thread::yield_now();
                 }
-                assert_eq!(shared.data[(place / UNIT + unit) as usize].read(), number as u64 + 1);
+                assert_eq!(data[(place / UNIT + unit) as usize].read(), number);
             }
             head += units * UNIT;
             ring.release(head);
         }
-        thread.join().unwrap();
+    }
+    let make = || Shared { tail: Word::new(), head: Word::new(), data: cells() };
+    both(3, make, |Shared { tail, head, data }, rank| {
+        let ring = ByteRing { tail, head, capacity: UNITS * UNIT };
+        if rank == 0 { consume(&ring, data) } else { produce(&ring, data) }
     });
 }
 
@@ -143,20 +161,14 @@ struct Group {
     results: [[Cell; RESULT_SLOTS]; RANKS],
 }
 
-fn group() -> Arc<Group> {
-    fn words<const N: usize>() -> [Word; N] {
-        std::array::from_fn(|_| Word::new())
-    }
-    fn cells<const N: usize>() -> [Cell; N] {
-        std::array::from_fn(|_| Cell::new())
-    }
-    Arc::new(Group {
+fn group() -> Group {
+    Group {
         stages: words(),
-        posts: std::array::from_fn(|_| words()),
-        posted: std::array::from_fn(|_| cells()),
-        inputs: std::array::from_fn(|_| cells()),
-        results: std::array::from_fn(|_| cells()),
-    })
+        posts: [(); RANKS].map(|()| words()),
+        posted: [(); RANKS].map(|()| cells()),
+        inputs: [(); RANKS].map(|()| cells()),
+        results: [(); RANKS].map(|()| cells()),
+    }
 }
 
 /// As in `coll::cpu::arrival`: write the data, then the flag; wait for all flags; read all ranks'
@@ -174,14 +186,8 @@ fn arrive(group: &Group, me: usize, seq: u64, value: u64) -> u64 {
 
 #[test]
 fn two_parities_suffice_for_posts() {
-    model(3, || {
-        let shared = group();
-        let other = Arc::clone(&shared);
-        let thread = thread::spawn(move || {
-            (1..=3).for_each(|seq| assert_eq!(arrive(&other, 1, seq, 10 * seq), 11 * seq))
-        });
-        (1..=3).for_each(|seq| assert_eq!(arrive(&shared, 0, seq, seq), 11 * seq));
-        thread.join().unwrap();
+    both(3, group, |group, me| {
+        (1..=3).for_each(|seq| assert_eq!(arrive(group, me, seq, [1, 10][me] * seq), 11 * seq))
     });
 }
 
@@ -248,26 +254,15 @@ fn two_calls(group: &Group, me: usize) {
     {
         arrive(group, me, seq as u64 + 1, 1);
         let mut clock = Stages { group, me, stage };
-        pipeline::run(
-            &mut clock,
-            phases,
-            count,
-            &mut Sum { group, me, phases, base: 1000 * seq as u64 },
-        )
-        .unwrap();
+        let mut sum = Sum { group, me, phases, base: 1000 * seq as u64 };
+        pipeline::run(&mut clock, phases, count, &mut sum).unwrap();
         stage = clock.stage;
     }
 }
 
 #[test]
 fn three_input_slots_and_two_result_slots_suffice() {
-    model(2, || {
-        let shared = group();
-        let other = Arc::clone(&shared);
-        let thread = thread::spawn(move || two_calls(&other, 1));
-        two_calls(&shared, 0);
-        thread.join().unwrap();
-    });
+    both(2, group, two_calls);
 }
 
 /// As in `sync::doorbell`: a sleeper announces itself and checks again; a publisher writes and
@@ -299,11 +294,11 @@ fn ranks_agree_from_which_launch_on_kernels_are_zero_copy() {
         handshake: AtomicU64,
         launched: [AtomicU64; 2],
     }
-    struct Seen {
-        words: Arc<Words>,
+    struct Seen<'a> {
+        words: &'a Words,
         me: usize,
     }
-    impl ZeroCopyWords for Seen {
+    impl ZeroCopyWords for Seen<'_> {
         fn word(&self) -> u64 {
             self.words.handshake.load(Ordering::Acquire)
         }
@@ -325,7 +320,7 @@ fn ranks_agree_from_which_launch_on_kernels_are_zero_copy() {
         }
         fn wake(&self) {}
     }
-    fn run(words: Arc<Words>, me: usize, wants: u64) -> Vec<bool> {
+    fn run(words: &Words, me: usize, wants: u64) -> Vec<bool> {
         let seen = Seen { words, me };
         let one = |number| {
             seen.words.launched[me].store(number, Ordering::Release);
@@ -341,8 +336,8 @@ fn ranks_agree_from_which_launch_on_kernels_are_zero_copy() {
                 launched: [AtomicU64::new(0), AtomicU64::new(0)],
             });
             let other = Arc::clone(&words);
-            let thread = thread::spawn(move || run(other, 1, wants[1]));
-            let (mine, theirs) = (run(words, 0, wants[0]), thread.join().unwrap());
+            let thread = thread::spawn(move || run(&other, 1, wants[1]));
+            let (mine, theirs) = (run(&words, 0, wants[0]), thread.join().unwrap());
             assert_eq!(mine, theirs);
             assert!(mine.is_sorted());
         });

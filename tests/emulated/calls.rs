@@ -1,5 +1,4 @@
 //! Collectives on all ranks of a group at once: each rank's inputs and expected outputs.
-#![allow(dead_code, reason = "each program uses its part")]
 
 use symm::coll::call::{CallSpec, Collective, Span};
 use symm::dtype::{DType, ReduceOp, SumOrder};
@@ -10,11 +9,15 @@ use symm::rank::Rank;
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
-    pub(crate) fn below(&mut self, end: usize) -> usize {
+    pub(crate) fn next(&mut self) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
-        (self.0 >> 20) as usize % end
+        self.0
+    }
+
+    pub(crate) fn below(&mut self, end: usize) -> usize {
+        (self.next() >> 20) as usize % end
     }
 
     pub(crate) fn of<T: Copy>(&mut self, choices: &[T]) -> T {
@@ -38,17 +41,11 @@ pub(crate) struct Tensors {
 
 impl Tensors {
     pub(crate) fn new(inputs: &[usize], outputs: &[usize], shift: usize, seed: u64) -> Self {
-        let mut state = seed | 1;
-        let mut byte = move || {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            // Any byte: floats of either sign and of any size, and also NaN.
-            (state >> 33) as u8
-        };
+        let mut random = Random(seed | 1);
         let mut fill = |bytes: usize| {
             let mut data = vec![0u8; shift + bytes];
-            data[shift..].fill_with(&mut byte);
+            // Any byte: floats of either sign and of any size, and also NaN.
+            data[shift..].fill_with(|| (random.next() >> 33) as u8);
             data
         };
         let inputs = inputs.iter().map(|&bytes| fill(bytes)).collect();
@@ -60,27 +57,6 @@ impl Tensors {
         data.iter()
             .map(|d| Span { addr: d.as_ptr() as usize + self.shift, bytes: d.len() - self.shift })
             .collect()
-    }
-
-    pub(crate) fn call(
-        &self,
-        op: Collective,
-        dtype: DType,
-        reduce_op: ReduceOp,
-        root: u32,
-    ) -> CallSpec<'static> {
-        let inputs = self.spans(&self.inputs);
-        let outputs = if self.in_place { inputs.clone() } else { self.spans(&self.outputs) };
-        CallSpec {
-            op,
-            dtype,
-            reduce_op,
-            root: Rank(root),
-            factor: factor(0),
-            inputs: inputs.into(),
-            outputs: outputs.into(),
-            call_site: None,
-        }
     }
 
     pub(crate) fn input(&self, i: usize) -> &[u8] {
@@ -95,6 +71,26 @@ impl Tensors {
 /// The factor of `rank` under PREMUL_SUM.
 pub(crate) fn factor(rank: usize) -> f64 {
     0.5 + rank as f64 / 4.0
+}
+
+/// The CPU's reduction of `pieces`, which all have the same length, each with its own factor.
+pub(crate) fn on_cpu(
+    order: SumOrder,
+    op: ReduceOp,
+    dtype: DType,
+    pieces: &[impl AsRef<[u8]>],
+    factor: impl Fn(usize) -> f64,
+) -> Vec<u8> {
+    let mut result = vec![0u8; pieces[0].as_ref().len()];
+    let source = |(rank, piece): (usize, &_)| InputElements {
+        ptr: AsRef::<[u8]>::as_ref(piece).as_ptr(),
+        factor: factor(rank),
+    };
+    let sources: Vec<InputElements> = pieces.iter().enumerate().map(source).collect();
+    let (to, count) = (result.as_mut_ptr(), result.len() / dtype.size());
+    // SAFETY: all pieces and the result are `count` elements long.
+    unsafe { cpu::reduce_in(order, op, dtype, to, &sources, count, WriteMode::Cached) };
+    result
 }
 
 /// One collective on all ranks.
@@ -143,27 +139,38 @@ impl Case {
         }
     }
 
-    pub(crate) fn reduced(&self, pieces: &[&[u8]]) -> Vec<u8> {
-        let mut result = vec![0u8; pieces[0].len()];
-        let sources: Vec<InputElements> = pieces
-            .iter()
-            .enumerate()
-            .map(|(rank, piece)| InputElements { ptr: piece.as_ptr(), factor: factor(rank) })
-            .collect();
-        let count = result.len() / self.dtype.size();
-        // SAFETY: all pieces and the result are `count` elements long.
-        unsafe {
-            cpu::reduce_in(
-                self.order,
-                self.reduce_op,
-                self.dtype,
-                result.as_mut_ptr(),
-                &sources,
-                count,
-                WriteMode::Cached,
-            )
-        };
-        result
+    /// The tensors of rank `me` of `n`; their content depends on `seed`.
+    pub(crate) fn tensors(&self, me: usize, n: usize, seed: usize) -> Tensors {
+        let (inputs, outputs) = self.lengths(me, n);
+        let seed = (seed * 64 + me) as u64 * 0x9e37_79b9;
+        Tensors::new(&inputs, &outputs, self.shift, seed)
+    }
+
+    /// The tensors of all of `n` ranks in each of `cases`.
+    pub(crate) fn all_tensors(cases: &[Self], n: usize, seed: usize) -> Vec<Vec<Tensors>> {
+        let of =
+            |(i, case): (usize, &Self)| (0..n).map(|me| case.tensors(me, n, seed + i)).collect();
+        cases.iter().enumerate().map(of).collect()
+    }
+
+    pub(crate) fn call(&self, tensors: &Tensors) -> CallSpec<'static> {
+        let inputs = tensors.spans(&tensors.inputs);
+        let outputs =
+            if tensors.in_place { inputs.clone() } else { tensors.spans(&tensors.outputs) };
+        CallSpec {
+            op: self.op,
+            dtype: self.dtype,
+            reduce_op: self.reduce_op,
+            root: Rank(self.root as u32),
+            factor: factor(0),
+            inputs: inputs.into(),
+            outputs: outputs.into(),
+            call_site: None,
+        }
+    }
+
+    fn reduced(&self, pieces: &[&[u8]]) -> Vec<u8> {
+        on_cpu(self.order, self.reduce_op, self.dtype, pieces, factor)
     }
 
     /// The expected outputs of `me`, given all ranks' tensors.
@@ -185,6 +192,18 @@ impl Case {
             Collective::ReduceScatter => vec![self.reduced(&column(me))],
             Collective::AllToAll => column(me).iter().map(|piece| piece.to_vec()).collect(),
             Collective::AllReduceAddRmsNorm => unreachable!("not of c10d"),
+        }
+    }
+
+    /// Asserts that the outputs of all ranks are as expected.
+    pub(crate) fn check(&self, all: &[Tensors]) {
+        let (op, count, dtype, n) = (self.op, self.count, self.dtype.name(), all.len());
+        for (me, tensors) in all.iter().enumerate() {
+            for (i, expected) in self.expected(me, all).iter().enumerate() {
+                let wrong = tensors.output(i).iter().zip(expected).position(|(a, b)| a != b);
+                let what = format!("{op:?} of {count} × {dtype} on rank {me} of {n}, output {i}");
+                assert_eq!(wrong, None, "{what}");
+            }
         }
     }
 }

@@ -1,13 +1,11 @@
 //! The all-reduce along the edges of a hybrid cube mesh, on host threads: its bits, its edges, and
 //! its coexistence with other calls on the same lines.
 
-use crate::calls::{Case, Random, Tensors, case};
-use crate::host::Host;
+use crate::calls::{Case, Random, Tensors, case, factor, on_cpu};
+use crate::host::{Host, at_once};
 use std::time::Duration;
-use symm::coll::call::{CallSpec, Collective};
-use symm::dtype::{DType, ReduceOp};
-use symm::kernels::cpu::{self, InputElements, WriteMode};
-use symm::rank::Rank;
+use symm::coll::call::Collective;
+use symm::dtype::{DType, ReduceOp, SumOrder};
 use symm::topo::graph::CubeMesh;
 use symm::topo::mesh::NvlMesh;
 
@@ -29,21 +27,7 @@ fn straight() -> CubeMesh {
 }
 
 fn reduced(op: ReduceOp, dtype: DType, pieces: &[&[u8]]) -> Vec<u8> {
-    let mut result = vec![0u8; pieces[0].len()];
-    let sources: Vec<InputElements> =
-        pieces.iter().map(|piece| InputElements { ptr: piece.as_ptr(), factor: 0.5 }).collect();
-    // SAFETY: all pieces and the result are equally long.
-    unsafe {
-        cpu::reduce(
-            op,
-            dtype,
-            result.as_mut_ptr(),
-            &sources,
-            pieces[0].len() / dtype.size(),
-            WriteMode::Cached,
-        )
-    };
-    result
+    on_cpu(SumOrder::Rank, op, dtype, pieces, |_| factor(0))
 }
 
 /// Each quad's sum in rank order, rounded; then the sum of the two, the quad with rank 0 first; the
@@ -77,26 +61,15 @@ fn elements(dtype: DType, op: ReduceOp, count: usize, seed: u64) -> Vec<u8> {
         chance if chance.is_multiple_of(64) => [f32::NAN, f32::INFINITY][chance / 64 % 2],
         chance => FINITE[chance % 6],
     };
-    match dtype {
-        DType::F64 => (0..count).flat_map(|_| f64::from(number()).to_le_bytes()).collect(),
-        DType::F32 => (0..count).flat_map(|_| number().to_le_bytes()).collect(),
-        DType::BF16 => (0..count).flat_map(|_| number().to_le_bytes()[2..].to_vec()).collect(),
-        DType::Bool => (0..count).map(|_| random.below(2) as u8).collect(),
-        DType::U8
-        | DType::I8
-        | DType::I16
-        | DType::I32
-        | DType::I64
-        | DType::U16
-        | DType::U32
-        | DType::U64
-        | DType::F16
-        | DType::C64
-        | DType::C128
-        | DType::F8E5M2
-        | DType::F8E4M3FN
-        | DType::F8E5M2FNUZ
-        | DType::F8E4M3FNUZ => (0..count * dtype.size()).map(|_| random.below(256) as u8).collect(),
+    if dtype == DType::F64 {
+        (0..count).flat_map(|_| f64::from(number()).to_le_bytes()).collect()
+    } else if dtype == DType::F32 {
+        (0..count).flat_map(|_| number().to_le_bytes()).collect()
+    } else if dtype == DType::BF16 {
+        (0..count).flat_map(|_| number().to_le_bytes()[2..].to_vec()).collect()
+    } else {
+        let end = if dtype == DType::Bool { 2 } else { 256 };
+        (0..count * dtype.size()).map(|_| random.below(end) as u8).collect()
     }
 }
 
@@ -119,30 +92,17 @@ impl Step {
 
     fn tensors(&self, me: usize, number: usize) -> Tensors {
         let Case { dtype, reduce_op, count, shift, .. } = self.case;
-        let (inputs, outputs) = self.case.lengths(me, N);
-        let mut tensors =
-            Tensors { in_place: self.in_place, ..Tensors::new(&inputs, &outputs, shift, 1) };
+        let mut tensors = Tensors { in_place: self.in_place, ..self.case.tensors(me, N, 1) };
         for (i, data) in tensors.inputs.iter_mut().enumerate() {
-            data[shift..].copy_from_slice(&elements(
-                dtype,
-                reduce_op,
-                count,
-                ((number * N + me) * 64 + i) as u64,
-            ));
+            let seed = ((number * N + me) * 64 + i) as u64;
+            data[shift..].copy_from_slice(&elements(dtype, reduce_op, count, seed));
         }
         tensors
     }
 
-    fn call(&self, tensors: &Tensors) -> CallSpec<'static> {
-        tensors.call(self.case.op, self.case.dtype, self.case.reduce_op, self.case.root as u32)
-    }
-
     fn run(&self, host: &Host, me: usize, number: u64, tensors: &Tensors) {
-        let call = self.call(tensors);
-        call.validate(Rank(me as u32), N).expect("a valid call");
-        if let Some(mut launch) =
-            host.context(me, number, Some(&call)).prepare(&call, host.plan(me, &call))
-        {
+        let call = self.case.call(tensors);
+        if let Some(mut launch) = host.prepare(me, number, &call) {
             launch.grid.blocks = self.blocks.unwrap_or(launch.grid.blocks);
             host.run(me, &launch, call.dtype, call.reduce_op);
         }
@@ -155,18 +115,12 @@ fn run(mesh: &CubeMesh, steps: &[Step]) -> Vec<&'static str> {
     let host = Host::with_mesh(mesh.clone());
     let made = |(i, step): (usize, &Step)| (0..N).map(|me| step.tensors(me, i)).collect();
     let tensors: Vec<Vec<Tensors>> = steps.iter().enumerate().map(made).collect();
-    std::thread::scope(|scope| {
-        for me in 0..N {
-            let (host, tensors) = (&host, &tensors);
-            scope.spawn(move || {
-                (0..)
-                    .zip(steps)
-                    .zip(tensors)
-                    .for_each(|((i, step), tensors)| step.run(host, me, i, &tensors[me]))
-            });
+    at_once(0..N, |me| {
+        for (i, (step, tensors)) in steps.iter().zip(&tensors).enumerate() {
+            step.run(&host, me, i as u64, &tensors[me]);
         }
     });
-    assert!(host.is_well(), "a kernel gave up");
+    host.assert_well();
     for (i, (step, tensors)) in steps.iter().zip(&tensors).enumerate() {
         let given: Vec<Tensors> = made((i, step));
         let Case { op, dtype, reduce_op, count, .. } = step.case;
@@ -201,7 +155,7 @@ fn run(mesh: &CubeMesh, steps: &[Step]) -> Vec<&'static str> {
     steps
         .iter()
         .zip(&tensors)
-        .map(|(step, tensors)| host.plan(0, &step.call(&tensors[0])).name())
+        .map(|(step, tensors)| host.plan(0, &step.case.call(&tensors[0])).name())
         .collect()
 }
 
@@ -242,18 +196,8 @@ fn messages_longer_than_the_lines_take_several_rounds() {
         ..Step::all_reduce(DType::BF16, ReduceOp::Sum, count)
     };
     // Rounds of 4 and 8 KiB; the last round of some has no data for its second block.
-    run(
-        &straight(),
-        &[
-            long(2048, 1),
-            long(2049, 1),
-            long(6000, 1),
-            long(9000, 2),
-            long(8195, 2),
-            long(3, 2),
-            long(6000, 1),
-        ],
-    );
+    let rounds = [(2048, 1), (2049, 1), (6000, 1), (9000, 2), (8195, 2), (3, 2), (6000, 1)];
+    run(&straight(), &rounds.map(|(count, blocks)| long(count, blocks)));
 }
 
 #[test]
@@ -262,13 +206,8 @@ fn labels_do_not_matter() {
     for _ in 0..12 {
         let mut label = [0, 1, 2, 3, 4, 5, 6, 7];
         (1..N).for_each(|i| label.swap(i, random.below(i + 1)));
-        run(
-            &mesh(label),
-            &[
-                Step::all_reduce(DType::F32, ReduceOp::Sum, 100),
-                Step::all_reduce(DType::BF16, ReduceOp::Avg, 70),
-            ],
-        );
+        let sum = Step::all_reduce(DType::F32, ReduceOp::Sum, 100);
+        run(&mesh(label), &[sum, Step::all_reduce(DType::BF16, ReduceOp::Avg, 70)]);
     }
 }
 
@@ -285,22 +224,17 @@ fn calls_that_hear_from_all_and_calls_that_hear_from_neighbours_take_turns() {
         Collective::Scatter,
         Collective::AllToAll,
     ];
-    let mut steps = Vec::new();
-    for _ in 0..150 {
+    let mut step = |_| {
         let (rounds, count) = (random.below(4) == 0, 1 + random.below(60));
-        let cube =
-            Step::all_reduce(DType::F32, ReduceOp::Sum, if rounds { count + 1024 } else { count });
-        let other = Step {
-            case: case(random.of(&others), DType::I32, 1 + random.below(60)),
-            in_place: false,
-            blocks: None,
+        let long = if rounds { count + 1024 } else { count };
+        let cube = Step {
+            blocks: rounds.then_some(1),
+            ..Step::all_reduce(DType::F32, ReduceOp::Sum, long)
         };
-        steps.push(if random.below(2) == 0 {
-            Step { blocks: rounds.then_some(1), ..cube }
-        } else {
-            other
-        });
-    }
+        let other = case(random.of(&others), DType::I32, count);
+        if random.below(2) == 0 { cube } else { Step { case: other, blocks: None, ..cube } }
+    };
+    let steps: Vec<Step> = (0..150).map(&mut step).collect();
     let names = run(&mesh([3, 0, 6, 1, 7, 2, 5, 4]), &steps);
     for name in ["cube_mesh", "exchange_low_latency", "reduce_low_latency", "exchange_mixed"] {
         assert!(names.contains(&name), "{name} in {names:?}");
@@ -315,18 +249,14 @@ fn a_rank_that_never_comes_is_named_by_its_quad_and_among_its_quad_by_the_other(
         let mesh = mesh(label);
         let mut host = Host::with_mesh(mesh.clone());
         host.timeout = Duration::from_millis(400);
-        std::thread::scope(|scope| {
-            for me in (0..N).filter(|&me| me != MISSING) {
-                let host = &host;
-                scope.spawn(move || {
-                    let step = Step::all_reduce(DType::F32, ReduceOp::Sum, 50);
-                    step.run(host, me, 77, &step.tensors(me, 1));
-                });
-            }
+        let others = (0..N).filter(|&me| me != MISSING);
+        at_once(others.clone(), |me| {
+            let step = Step::all_reduce(DType::F32, ReduceOp::Sum, 50);
+            step.run(&host, me, 77, &step.tensors(me, 1));
         });
         assert!(host.longest() < Duration::from_secs(60), "{:?}", host.longest());
         let quad = mesh.quad_of(MISSING as u32);
-        for me in (0..N).filter(|&me| me != MISSING) {
+        for me in others {
             let report = &host.memory[me].report;
             let named: Vec<u32> =
                 (0..N as u32).filter(|&rank| report[4 + rank as usize] != 0).collect();

@@ -6,17 +6,17 @@ use symm::coll::call::Span;
 use symm::dtype::DType;
 
 /// The bytes around every tensor, and the initial content of outputs.
-pub(super) const CANARY: u8 = 0xA5;
-pub(super) const MARGIN: usize = 48;
+pub(crate) const CANARY: u8 = 0xA5;
+pub(crate) const MARGIN: usize = 48;
 
 /// A tensor at any address, between canaries.
-pub(super) struct Guarded {
+pub(crate) struct Guarded {
     /// The whole allocation including canaries: owned, or part of a heap that outlives it.
-    pub(super) data: *mut u8,
-    pub(super) length: usize,
-    pub(super) own: bool,
-    pub(super) start: usize,
-    pub(super) bytes: usize,
+    pub(crate) data: *mut u8,
+    pub(crate) length: usize,
+    pub(crate) own: bool,
+    pub(crate) start: usize,
+    pub(crate) bytes: usize,
 }
 
 // SAFETY: plain memory; kernels on other threads use it only while no other code does.
@@ -26,7 +26,7 @@ unsafe impl Sync for Guarded {}
 
 /// How many of a call's tensors are in symmetric memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Symmetry {
+pub(crate) enum Symmetry {
     None,
     /// Some of them, and some of these are not aligned.
     Some,
@@ -36,13 +36,13 @@ pub(super) enum Symmetry {
 
 /// Where a rank's tensors are allocated.
 #[derive(Clone, Copy)]
-pub(super) struct Ground<'a> {
-    pub(super) heap: Option<&'a Heap>,
-    pub(super) symmetry: Symmetry,
+pub(crate) struct Ground<'a> {
+    pub(crate) heap: Option<&'a Heap>,
+    pub(crate) symmetry: Symmetry,
 }
 
 impl Guarded {
-    pub(super) fn new(random: &mut Random, ground: Ground<'_>, dtype: DType, bytes: usize) -> Self {
+    pub(crate) fn new(random: &mut Random, ground: Ground<'_>, dtype: DType, bytes: usize) -> Self {
         let (aligned, some) = (random.below(2) == 0, random.below(4) > 0);
         let length = bytes + 3 * MARGIN;
         let heap = ground.heap.filter(|_| {
@@ -52,14 +52,9 @@ impl Guarded {
             || Box::into_raw(vec![CANARY; length].into_boxed_slice()).cast(),
             |heap| heap.take(length),
         );
-        let rest = 16 - data as usize % 16;
-        let start = 16
-            + rest
-            + if aligned || (heap.is_some() && ground.symmetry == Symmetry::All) {
-                0
-            } else {
-                random.below(16)
-            };
+        let aligned = aligned || (heap.is_some() && ground.symmetry == Symmetry::All);
+        let beyond = if aligned { 0 } else { random.below(16) };
+        let start = 32 - data as usize % 16 + beyond;
         let size = dtype.size();
         // SAFETY: `length` bytes, just allocated and not shared yet.
         let all = unsafe { std::slice::from_raw_parts_mut(data, length) };
@@ -72,15 +67,15 @@ impl Guarded {
         Self { data, length, own: heap.is_none(), start, bytes }
     }
 
-    pub(super) fn span(&self) -> Span {
+    pub(crate) fn span(&self) -> Span {
         Span { addr: self.data as usize + self.start, bytes: self.bytes }
     }
 
-    pub(super) fn get(&self) -> &[u8] {
+    pub(crate) fn get(&self) -> &[u8] {
         &self.all()[self.start..][..self.bytes]
     }
 
-    pub(super) fn all(&self) -> &[u8] {
+    pub(crate) fn all(&self) -> &[u8] {
         // SAFETY: `length` bytes, owned or taken from the heap, which lives longer; no kernel
         // writes during the borrow.
         unsafe { std::slice::from_raw_parts(self.data, self.length) }

@@ -1,7 +1,7 @@
 //! A group whose GPUs are host threads.
 
 use crate::heap::Heap;
-use crate::program::Program;
+use crate::program::{Program, defines};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use symm::coll::call::{CallSpec, Span};
@@ -11,7 +11,16 @@ use symm::coll::cuda::plan::{self, Conditions, CudaPlan, CudaThresholds};
 use symm::coll::cuda::workspace::layout::{ChannelLayout, MAX_RANKS, StagingPass};
 use symm::dtype::{DType, ReduceOp, SumOrder};
 use symm::kernels::cuda::driver::Grid;
+use symm::rank::Rank;
 use symm::topo::graph::CubeMesh;
+
+/// Runs `body` for each of `ranks` at the same time.
+pub(crate) fn at_once(ranks: impl IntoIterator<Item = usize>, body: impl Fn(usize) + Sync) {
+    let body = &body;
+    std::thread::scope(|scope| {
+        ranks.into_iter().for_each(|rank| drop(scope.spawn(move || body(rank))));
+    });
+}
 
 /// Number of threads in a block; at least the number of ranks.
 pub(crate) const THREADS: u32 = 8;
@@ -28,7 +37,7 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
-    pub(crate) fn new(layout: &ChannelLayout) -> Self {
+    fn new(layout: &ChannelLayout) -> Self {
         let mut units = vec![0u128; layout.channel_bytes() / 16];
         units[layout.sentinel() / 16..][..layout.sentinel_bytes() / 16].fill(u128::MAX);
         Self { units, report: vec![0; REPORT_WORDS], stop: Box::new(0) }
@@ -98,10 +107,8 @@ impl Host {
     /// Ranks whose GPUs form a hybrid cube mesh.
     pub(crate) fn with_mesh(mesh: CubeMesh) -> Self {
         let n = mesh.relay.len();
-        let host = Self::with_tuning(
-            n,
-            CudaThresholds { lanes: 2, threads: THREADS as usize, ..CudaThresholds::of(n) },
-        );
+        let tuning = CudaThresholds { lanes: 2, threads: 8, ..CudaThresholds::of(n) };
+        let host = Self::with_tuning(n, tuning);
         let guard = vec![GUARD; host.memory[0].units.len()];
         Self { mesh: Some(mesh), guard, ..host }
     }
@@ -124,6 +131,7 @@ impl Host {
 
     /// Sets all counts as after about four billion calls, just before they wrap.
     pub(crate) fn age(&mut self) {
+        const OLD: u128 = 0xffff_fffd_ffff_fffd_ffff_fffd_ffff_fffd;
         let layout = self.layout;
         let lanes =
             |stage| (layout.words(stage), layout.lanes() * size_of::<[[u32; MAX_RANKS]; 4]>());
@@ -136,12 +144,11 @@ impl Host {
         ];
         for memory in &mut self.memory {
             for (offset, bytes) in counts {
-                memory.units[offset / 16..][..bytes / 16]
-                    .fill(0xffff_fffd_ffff_fffd_ffff_fffd_ffff_fffd);
+                memory.units[offset / 16..][..bytes / 16].fill(OLD);
             }
             // `CopyWords`: two words for each rank, then the base.
             let words = layout.copy_words() / 16;
-            memory.units[words..][..MAX_RANKS / 2].fill(0xffff_fffd_ffff_fffd_ffff_fffd_ffff_fffd);
+            memory.units[words..][..MAX_RANKS / 2].fill(OLD);
             memory.units[words + MAX_RANKS / 2] = 0xffff_fffd;
         }
     }
@@ -171,21 +178,28 @@ impl Host {
         self.memory.iter().map(|memory| memory.report[DIRECT_WORD + COUNT as usize + 1]).collect()
     }
 
+    /// Asserts that a kernel of `me` gave up in call `number` and names `missing`.
+    pub(crate) fn assert_names(&self, me: usize, number: u32, missing: usize) {
+        let report = &self.memory[me].report;
+        assert_eq!((report[0], report[1], report[4 + missing]), (1, number, 1), "{report:?}");
+    }
+
     /// Duration of the longest launch, without its compilation.
     pub(crate) fn longest(&self) -> Duration {
         Duration::from_millis(self.longest.load(Ordering::Relaxed))
     }
 
-    /// Returns true if no kernel has timed out or written to a rank that is not a neighbour.
-    pub(crate) fn is_well(&self) -> bool {
+    /// Asserts that no kernel has timed out or written to a rank that is not a neighbour.
+    pub(crate) fn assert_well(&self) {
         assert!(
             self.guard.iter().all(|&unit| unit == GUARD),
             "a kernel wrote to a rank that is not a neighbour"
         );
-        self.memory.iter().all(|memory| memory.report[..DIRECT_WORD].iter().all(|&word| word == 0))
+        let mut words = self.memory.iter().flat_map(|memory| &memory.report[..DIRECT_WORD]);
+        assert!(words.all(|&word| word == 0), "a kernel gave up");
     }
 
-    pub(crate) fn common(&self, me: usize, call: u64) -> CommonArgs {
+    fn common(&self, me: usize, call: u64) -> CommonArgs {
         let mut peer = [0; MAX_RANKS];
         for (address, memory) in peer.iter_mut().zip(&self.memory) {
             *address = memory.units.as_ptr() as u64;
@@ -203,22 +217,15 @@ impl Host {
         number: u64,
         call: Option<&CallSpec<'_>>,
     ) -> LaunchContext<'_> {
-        let symmetric = self
-            .reachable
-            .get(me)
-            .filter(|_| call.is_none_or(|call| self.is_zero_copy(me, call)))
-            .map(|reachable| {
-                let mut heap = [0; MAX_RANKS];
-                heap.iter_mut()
-                    .zip(&self.heaps)
-                    .for_each(|(begins, heap)| *begins = heap.seen_by(me) as u64);
-                SymmetricView {
-                    heap,
-                    count: COUNT,
-                    least: self.tuning.zero_copy_bytes as u32,
-                    reachable,
-                }
-            });
+        let mut heap = [0; MAX_RANKS];
+        for (begins, heap) in heap.iter_mut().zip(&self.heaps) {
+            *begins = heap.seen_by(me) as u64;
+        }
+        let least = self.tuning.zero_copy_bytes as u32;
+        let zero_copy = call.is_none_or(|call| self.is_zero_copy(me, call));
+        let reachable = self.reachable.get(me).filter(|_| zero_copy);
+        let symmetric =
+            reachable.map(|reachable| SymmetricView { heap, count: COUNT, least, reachable });
         LaunchContext {
             me,
             n: self.n,
@@ -231,43 +238,43 @@ impl Host {
     }
 
     pub(crate) fn plan(&self, me: usize, call: &CallSpec<'_>) -> CudaPlan {
-        let (layout, tuning, zero_copy) = (&self.layout, &self.tuning, self.is_zero_copy(me, call));
-        plan::choose(
-            call,
-            &Conditions {
-                me,
-                n: self.n,
-                layout,
-                tuning,
-                cube_mesh: self.mesh.is_some(),
-                zero_copy,
-            },
-        )
+        let conditions = Conditions {
+            me,
+            n: self.n,
+            layout: &self.layout,
+            tuning: &self.tuning,
+            cube_mesh: self.mesh.is_some(),
+            zero_copy: self.is_zero_copy(me, call),
+        };
+        plan::choose(call, &conditions)
+    }
+
+    /// Prepares `call` as launch `number` of rank `me`; `None` if the rank has nothing to do.
+    pub(crate) fn prepare(&self, me: usize, number: u64, call: &CallSpec<'_>) -> Option<Launch> {
+        call.validate(Rank(me as u32), self.n).expect("a valid call");
+        self.context(me, number, Some(call)).prepare(call, self.plan(me, call))
+    }
+
+    /// Runs `call` as launch `number` of rank `me`.
+    pub(crate) fn call(&self, me: usize, number: u64, call: &CallSpec<'_>) {
+        if let Some(launch) = self.prepare(me, number, call) {
+            self.run(me, &launch, call.dtype, call.reduce_op);
+        }
     }
 
     pub(crate) fn run(&self, me: usize, launch: &Launch, dtype: DType, op: ReduceOp) {
-        let mut defines = vec![format!("-DSYMM_WORLD={}", self.n)];
-        if launch.kernel.typed {
-            defines.extend([
-                format!("-DSYMM_DTYPE={}", dtype as u8),
-                format!("-DSYMM_OP={}", op as u8),
-            ]);
-        }
-        defines.extend(launch.zero_copy.then(|| "-DSYMM_ZERO_COPY=1".into()));
-        let order =
-            if launch.kernel.typed { self.order.of(op, dtype, self.n) } else { SumOrder::Rank };
-        defines.extend((order == SumOrder::Tree).then(|| "-DSYMM_TREE=1".into()));
-        let program = Program::build_with(launch.kernel.program, &defines);
-        let begun = Instant::now();
-        // SAFETY: memory and tensors live until all ranks have finished.
-        unsafe {
-            program.launch(
-                launch.kernel.symbol,
-                me as u32,
-                Grid { threads: THREADS, ..launch.grid },
-                launch.args.bytes(),
-            )
+        let Launch { kernel, grid, zero_copy, args } = launch;
+        let mut defines = if kernel.typed {
+            let order = self.order.of(op, dtype, self.n);
+            defines(order, self.n as u32, Some(dtype), Some(op))
+        } else {
+            defines(SumOrder::Rank, self.n as u32, None, None)
         };
+        defines.extend(zero_copy.then(|| "-DSYMM_ZERO_COPY=1".into()));
+        let program = Program::build_with(kernel.program, &defines);
+        let (begun, grid) = (Instant::now(), Grid { threads: THREADS, ..*grid });
+        // SAFETY: memory and tensors live until all ranks have finished.
+        unsafe { program.launch(kernel.symbol, me as u32, grid, args.bytes()) };
         self.longest.fetch_max(begun.elapsed().as_millis() as u64, Ordering::Relaxed);
     }
 }

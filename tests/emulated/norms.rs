@@ -1,7 +1,7 @@
 //! Rows that are summed, added to a residual and normalised by kernels on host threads: the bits
 //! equal the CPU's.
 
-use crate::host::Host;
+use crate::host::{Host, at_once};
 use symm::coll::all_reduce_norm::{Norm, Normed};
 use symm::coll::call::{CallSpec, Collective, Span};
 use symm::coll::cuda::all_reduce_norm;
@@ -30,11 +30,8 @@ impl Tensors {
                     data.extend(bits.to_le_bytes());
                 } else {
                     // Truncated, not converted, because any bits will do.
-                    data.extend(
-                        ((bits >> 16) as u16
-                            & if norm.dtype == DType::F16 { 0xbfff } else { 0xffff })
-                        .to_le_bytes(),
-                    );
+                    let mask = if norm.dtype == DType::F16 { 0xbfff } else { 0xffff };
+                    data.extend(((bits >> 16) as u16 & mask).to_le_bytes());
                 }
             }
             data
@@ -70,11 +67,7 @@ impl Tensors {
         };
         let mut outputs = spans(&self.outputs, 3);
         if let Some(scales) = outputs.get_mut(2) {
-            *scales = Span {
-                addr: scales.addr.next_multiple_of(4)
-                    - 4 * usize::from(!scales.addr.is_multiple_of(4)),
-                ..*scales
-            };
+            scales.addr -= scales.addr % 4;
         }
         CallSpec {
             op: Collective::AllReduceAddRmsNorm,
@@ -110,55 +103,33 @@ fn expected(order: SumOrder, norm: &Norm, ranks: &[Tensors]) -> Vec<Vec<u8>> {
     wanted.outputs
 }
 
-/// Runs `norms` one after another, `rounds` times; returns the names of their plans.
-fn run(
-    n: usize,
-    norms: &[Norm],
-    shift: usize,
-    rounds: u64,
-    tuning: CudaThresholds,
-) -> Vec<&'static str> {
-    run_in(SumOrder::Rank, n, norms, shift, rounds, tuning)
-}
-
-fn run_in(
-    order: SumOrder,
-    n: usize,
-    norms: &[Norm],
-    shift: usize,
-    rounds: u64,
-    tuning: CudaThresholds,
-) -> Vec<&'static str> {
+/// Runs `norms` one after another, `rounds` times, each by a plan of this `name`: in one kernel
+/// (`norm_one_shot`) or after an all-reduce (`norm_rows`).
+fn run(order: SumOrder, n: usize, norms: &[Norm], shift: usize, rounds: u64, name: &str) {
+    let tuning = CudaThresholds { overlap: 0, ..CudaThresholds::of(n) };
+    let tuning = if name == "norm_one_shot" {
+        CudaThresholds { one_shot_bytes: 1 << 20, ..tuning }
+    } else {
+        CudaThresholds { one_shot_bytes: 0, lanes: 2, threads: 8, ..tuning }
+    };
     let host = Host::with_tuning(n, tuning).summing(order);
     let tensors: Vec<Vec<Tensors>> =
         norms.iter().map(|norm| (0..n).map(|me| Tensors::new(norm, me, shift)).collect()).collect();
-    std::thread::scope(|scope| {
-        for me in 0..n {
-            let (host, tensors) = (&host, &tensors);
-            scope.spawn(move || {
-                for round in 0..rounds {
-                    for (i, (norm, tensors)) in norms.iter().zip(tensors).enumerate() {
-                        let call = tensors[me].call(norm);
-                        call.validate(Rank(me as u32), n).expect("valid");
-                        let context =
-                            host.context(me, round * norms.len() as u64 + i as u64, Some(&call));
-                        let plan = host.plan(me, &call);
-                        if let CudaPlan::NormRows { .. } = plan {
-                            let sum = all_reduce_norm::reduction(&call);
-                            if let Some(launch) = context.prepare(&sum, host.plan(me, &sum)) {
-                                host.run(me, &launch, norm.dtype, ReduceOp::Sum);
-                            }
-                        }
-                        if let Some(launch) = context.prepare(&call, plan) {
-                            host.run(me, &launch, norm.dtype, ReduceOp::Sum);
-                        }
-                    }
+    at_once(0..n, |me| {
+        for round in 0..rounds {
+            for (i, (norm, tensors)) in (0..).zip(norms.iter().zip(&tensors)) {
+                let (number, call) = (round * norms.len() as u64 + i, tensors[me].call(norm));
+                if let CudaPlan::NormRows { .. } = host.plan(me, &call) {
+                    host.call(me, number, &all_reduce_norm::reduction(&call));
                 }
-            });
+                host.call(me, number, &call);
+            }
         }
     });
-    assert!(host.is_well(), "a kernel gave up");
+    host.assert_well();
     for (norm, tensors) in norms.iter().zip(&tensors) {
+        let served = host.plan(0, &tensors[0].call(norm)).name();
+        assert!([name, "nothing"].contains(&served), "{served} for {norm:?}");
         let wanted = expected(order, norm, tensors);
         for (me, tensors) in tensors.iter().enumerate() {
             for (at, (got, wanted)) in tensors.outputs.iter().zip(&wanted).enumerate() {
@@ -167,11 +138,6 @@ fn run_in(
             }
         }
     }
-    norms
-        .iter()
-        .zip(&tensors)
-        .map(|(norm, tensors)| host.plan(0, &tensors[0].call(norm)).name())
-        .collect()
 }
 
 /// Numbers and lengths of rows: for eight threads, and for clusters of 2 and 4 such blocks.
@@ -191,43 +157,22 @@ fn mixture(dtype: DType, rows: &[(usize, usize)]) -> Vec<Norm> {
 
 #[test]
 fn in_one_kernel() {
-    let tuning = CudaThresholds { one_shot_bytes: 1 << 20, overlap: 0, ..CudaThresholds::of(2) };
     for (n, dtype, shift) in [(2, DType::BF16, 0), (3, DType::F32, 4), (2, DType::F16, 2)] {
-        let served = run(n, &mixture(dtype, &[&ROWS[..], &LONG_ROWS].concat()), shift, 2, tuning);
-        assert!(
-            served.iter().all(|name| ["norm_one_shot", "nothing"].contains(name)),
-            "{served:?}"
-        );
+        let norms = mixture(dtype, &[&ROWS[..], &LONG_ROWS].concat());
+        run(SumOrder::Rank, n, &norms, shift, 2, "norm_one_shot");
     }
 }
 
 #[test]
 fn sums_of_trees() {
-    let one = CudaThresholds { one_shot_bytes: 1 << 20, overlap: 0, ..CudaThresholds::of(4) };
-    let other = CudaThresholds {
-        one_shot_bytes: 0,
-        lanes: 2,
-        threads: 8,
-        overlap: 0,
-        ..CudaThresholds::of(4)
-    };
-    for (tuning, name) in [(one, "norm_one_shot"), (other, "norm_rows")] {
-        let served = run_in(SumOrder::Tree, 4, &mixture(DType::BF16, &ROWS), 0, 1, tuning);
-        assert!(served.contains(&name), "{served:?}");
+    for name in ["norm_one_shot", "norm_rows"] {
+        run(SumOrder::Tree, 4, &mixture(DType::BF16, &ROWS), 0, 1, name);
     }
 }
 
 #[test]
 fn after_an_all_reduce() {
-    let tuning = CudaThresholds {
-        one_shot_bytes: 0,
-        lanes: 2,
-        threads: 8,
-        overlap: 0,
-        ..CudaThresholds::of(2)
-    };
     for (n, dtype) in [(2, DType::BF16), (3, DType::F32)] {
-        let served = run(n, &mixture(dtype, &ROWS), 0, 2, tuning);
-        assert!(served.iter().all(|name| ["norm_rows", "nothing"].contains(name)), "{served:?}");
+        run(SumOrder::Rank, n, &mixture(dtype, &ROWS), 0, 2, "norm_rows");
     }
 }

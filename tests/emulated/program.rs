@@ -13,6 +13,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, OnceLock};
 
+use crate::calls::Random;
 use libloading::Library;
 use symm::dtype::{DType, ReduceOp, SumOrder};
 use symm::kernels::cuda::driver::Grid;
@@ -53,11 +54,7 @@ impl Program {
         dtype: Option<DType>,
         op: Option<ReduceOp>,
     ) -> Program {
-        let mut defines = vec![format!("-DSYMM_WORLD={world}")];
-        defines.extend(dtype.map(|dtype| format!("-DSYMM_DTYPE={}", dtype as u8)));
-        defines.extend(op.map(|op| format!("-DSYMM_OP={}", op as u8)));
-        defines.extend((order == SumOrder::Tree).then(|| "-DSYMM_TREE=1".into()));
-        Program::build_with(path, &defines)
+        Program::build_with(path, &defines(order, world, dtype, op))
     }
 
     /// [`Program::build`] with any definitions, each as the compiler takes it: `-DNAME=VALUE`.
@@ -110,20 +107,37 @@ impl Program {
         unsafe {
             aligned.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(args.as_ptr(), args.len())
         };
+        let Grid { blocks, threads, cluster } = grid;
         // SAFETY: `self.library` keeps the code loaded; the arguments have the kernel's size and
         // are valid by the caller's contract.
-        unsafe {
-            launch(
-                entry,
-                rank,
-                grid.blocks,
-                grid.threads,
-                grid.cluster,
-                aligned.as_ptr().cast(),
-                seed,
-            )
-        };
+        unsafe { launch(entry, rank, blocks, threads, cluster, aligned.as_ptr().cast(), seed) };
     }
+
+    /// [`Program::launch`] of three blocks of four threads with `args`, a `repr(C)` structure of
+    /// numbers without padding.
+    ///
+    /// # Safety
+    /// As for [`Program::launch`].
+    pub(crate) unsafe fn launch_with<T>(&self, kernel: &str, rank: usize, args: &T) {
+        // SAFETY: `args` has no padding.
+        let args = unsafe { std::slice::from_raw_parts((&raw const *args).cast(), size_of::<T>()) };
+        // SAFETY: the caller's contract.
+        unsafe { self.launch(kernel, rank as u32, Grid::new(3, 4), args) };
+    }
+}
+
+/// The definitions of kernels for `world` ranks and, if they reduce, for a type and an operation.
+pub(crate) fn defines(
+    order: SumOrder,
+    world: u32,
+    dtype: Option<DType>,
+    op: Option<ReduceOp>,
+) -> Vec<String> {
+    let mut defines = vec![format!("-DSYMM_WORLD={world}")];
+    defines.extend(dtype.map(|dtype| format!("-DSYMM_DTYPE={}", dtype as u8)));
+    defines.extend(op.map(|op| format!("-DSYMM_OP={}", op as u8)));
+    defines.extend((order == SumOrder::Tree).then(|| "-DSYMM_TREE=1".into()));
+    defines
 }
 
 fn compiler() -> Command {
@@ -168,24 +182,15 @@ fn standard(root: &Path) -> &'static Path {
 
 fn compile(path: &str, defines: &[String]) -> Library {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let source = if path.starts_with("tests/") {
-        root.join(path)
-    } else {
-        root.join("src/kernels/cuda").join(path)
-    };
-    let source = PathBuf::from(format!("{}.cu", source.display()));
+    let folder = if path.starts_with("tests/") { "" } else { "src/kernels/cuda" };
+    let source = root.join(folder).join(format!("{path}.cu"));
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a temporary folder");
     let object = folder.path().join("kernels.so");
     let mut compiler = compiler();
-    compiler
-        .args("-shared -DSYMM_EMULATED -DSYMM_RANK=symm_emulated_rank -include".split(' '))
-        .arg(standard(root));
-    compiler
-        .args(defines)
-        .arg("-I")
-        .arg(root.join("tests/emulated"))
-        .arg("-I")
-        .arg(root.join("src/kernels/cuda/include"));
+    compiler.args("-shared -DSYMM_EMULATED -DSYMM_RANK=symm_emulated_rank -include".split(' '));
+    compiler.arg(standard(root)).args(defines);
+    compiler.arg("-I").arg(root.join("tests/emulated"));
+    compiler.arg("-I").arg(root.join("src/kernels/cuda/include"));
     compiler.args(["-x", "c++"]).arg(&source).arg("-o").arg(&object);
     let output = compiler.output().expect("a C++ compiler");
     assert!(output.status.success(), "{compiler:?}:\n{}", String::from_utf8_lossy(&output.stderr));
@@ -196,13 +201,8 @@ fn compile(path: &str, defines: &[String]) -> Library {
 /// The input of rank or node `giver`, in units so that it is aligned: floats between -2 and 2, or
 /// integers of any bits.
 pub(crate) fn numbers(giver: usize, bytes: usize, dtype: DType) -> Vec<u128> {
-    let mut state = 0x9e37_79b9_7f4a_7c15 ^ (giver as u64 + 1);
-    let mut random = move || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        state >> 11
-    };
+    let mut random = Random(0x9e37_79b9_7f4a_7c15 ^ (giver as u64 + 1));
+    let mut random = move || random.next() >> 11;
     let mut element = || -> Vec<u8> {
         let number = random() as f64 / (1u64 << 51) as f64 - 2.0;
         if dtype == DType::F64 {
@@ -223,4 +223,9 @@ pub(crate) fn numbers(giver: usize, bytes: usize, dtype: DType) -> Vec<u128> {
     all.chunks_exact(16)
         .map(|unit| u128::from_le_bytes(unit.try_into().expect("16 bytes")))
         .collect()
+}
+
+pub(crate) fn bytes_of(units: &[u128]) -> &[u8] {
+    // SAFETY: any bytes of numbers.
+    unsafe { std::slice::from_raw_parts(units.as_ptr().cast(), size_of_val(units)) }
 }

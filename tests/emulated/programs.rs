@@ -1,15 +1,14 @@
 //! Random programs of collectives on host threads: every kind of call on tensors of any length at
 //! any address, in symmetric memory or not, with ranks that run ahead of each other.
 
-use crate::calls::{Case, Random, Tensors, factor};
+use crate::calls::{Case, Random, Tensors, case, factor};
 use crate::guarded::{CANARY, Ground, Guarded, Symmetry};
 use crate::heap::Heap;
-use crate::host::Host;
+use crate::host::{Host, at_once};
 use std::time::Duration;
 use symm::coll::call::{CallSpec, Collective, Span};
-use symm::coll::cuda::launch::Launch;
 use symm::coll::cuda::plan::{self, CudaPlan, CudaThresholds};
-use symm::dtype::{DType, ReduceOp, SumOrder};
+use symm::dtype::{DType, ReduceOp};
 use symm::rank::Rank;
 
 /// Longer than any message that uses LL lines under the tunings here.
@@ -87,16 +86,7 @@ impl Scene {
                 (None, _) => base,
             };
         }
-        let case = Case {
-            op,
-            dtype,
-            reduce_op,
-            root,
-            count: base / dtype.size(),
-            uneven: false,
-            shift: 0,
-            order: SumOrder::Rank,
-        };
+        let case = Case { reduce_op, root, ..case(op, dtype, base / dtype.size()) };
         let lengths = |me: usize| match op {
             Collective::AllGather => (vec![matrix[me][0]], (0..n).map(|r| matrix[r][0]).collect()),
             Collective::ReduceScatter => (matrix[0].clone(), vec![matrix[0][me]]),
@@ -114,18 +104,9 @@ impl Scene {
         for me in 0..n {
             let (inputs, outputs) = lengths(me);
             let ground = Ground { heap: heaps.get(me), symmetry };
-            given.push(
-                inputs
-                    .into_iter()
-                    .map(|bytes| Guarded::new(random, ground, dtype, bytes))
-                    .collect::<Vec<_>>(),
-            );
-            got.push(
-                outputs
-                    .into_iter()
-                    .map(|bytes| Guarded::new(random, ground, dtype, bytes))
-                    .collect::<Vec<_>>(),
-            );
+            let mut new = |bytes| Guarded::new(random, ground, dtype, bytes);
+            given.push(inputs.into_iter().map(&mut new).collect::<Vec<_>>());
+            got.push(outputs.into_iter().map(&mut new).collect::<Vec<_>>());
         }
         let all: Vec<Tensors> = given
             .iter()
@@ -215,14 +196,14 @@ impl Scene {
     }
 
     fn run(&self, host: &Host, me: usize, number: u64) {
-        let call_site = |call| host.context(me, number, call);
-        let run = |launch: &Launch| host.run(me, launch, self.dtype, self.reduce_op);
         let call = match &self.acts[me] {
             Act::Collective(call) => call,
             Act::Transfers { sends, receives, apart } => {
                 let plan = plan::transfers(&host.layout, &host.tuning);
                 let launch = |sends: &[_], receives: &[_]| {
-                    run(&call_site(None).transfers(sends, receives, plan).unwrap())
+                    let context = host.context(me, number, None);
+                    let launch = context.transfers(sends, receives, plan).unwrap();
+                    host.run(me, &launch, self.dtype, self.reduce_op);
                 };
                 if !apart {
                     return launch(sends, receives);
@@ -233,11 +214,7 @@ impl Scene {
                 });
             }
         };
-        call.validate(Rank(me as u32), host.n).expect("a valid call");
-        let plan = host.plan(me, call);
-        if let Some(launch) = call_site(Some(call)).prepare(call, plan) {
-            run(&launch);
-        }
+        host.call(me, number, call);
     }
 
     /// Returns true if `me` moves data to or from a peer in a zero-copy kernel.
@@ -310,30 +287,21 @@ fn random_programs(n: usize, zero_copy: bool) {
         let scenes: Vec<Scene> =
             (0..40).map(|_| Scene::random(&mut random, n, &host.heaps)).collect();
         let naps: Vec<u64> = (0..n).map(|_| random.below(usize::MAX) as u64).collect();
-        std::thread::scope(|scope| {
-            for (me, nap) in naps.into_iter().enumerate() {
-                let (host, scenes) = (&host, &scenes);
-                scope.spawn(move || {
-                    let mut random = Random(nap | 1);
-                    for (i, scene) in scenes.iter().enumerate() {
-                        if random.below(6) == 0 {
-                            std::thread::sleep(Duration::from_millis(random.below(5) as u64));
-                        }
-                        scene.run(host, me, i as u64);
-                    }
-                });
+        at_once(0..n, |me| {
+            let mut random = Random(naps[me] | 1);
+            for (i, scene) in scenes.iter().enumerate() {
+                if random.below(6) == 0 {
+                    std::thread::sleep(Duration::from_millis(random.below(5) as u64));
+                }
+                scene.run(&host, me, i as u64);
             }
         });
         for (i, scene) in scenes.iter().enumerate() {
             scene.check(&format!("step {i} of program {program}, {n} ranks, {tuning:?}"));
         }
-        assert!(host.is_well(), "a kernel gave up");
-        assert_eq!(
-            zero_copy,
-            host.direct().iter().all(|&kernels| kernels > 0),
-            "{:?}",
-            host.direct()
-        );
+        host.assert_well();
+        let direct = host.direct();
+        assert_eq!(zero_copy, direct.iter().all(|&kernels| kernels > 0), "{direct:?}");
     }
 }
 
@@ -351,14 +319,15 @@ tests! {
 
 /// A tuning under which every collective of `n` ranks that can be zero-copy is zero-copy.
 fn always_zero_copy(n: usize) -> CudaThresholds {
-    let long = CudaThresholds {
+    CudaThresholds {
         one_shot_bytes: 0,
         zero_copy_two_shot_bytes: 0,
         zero_copy_bytes: 1,
         low_latency_bytes: 0,
+        lanes: 4,
+        threads: 8,
         ..CudaThresholds::of(n)
-    };
-    CudaThresholds { lanes: 4, threads: 8, ..long }
+    }
 }
 
 /// Every collective with only symmetric tensors is zero-copy, for all element types, operations and
@@ -390,14 +359,9 @@ fn all_symmetric_goes_direct(n: usize) {
     }
     let least: Vec<usize> =
         (0..n).map(|me| scenes.iter().filter(|scene| scene.moves(&host, me)).count()).collect();
-    std::thread::scope(|scope| {
-        for me in 0..n {
-            let (host, scenes) = (&host, &scenes);
-            scope.spawn(move || scenes.iter().for_each(|scene| scene.run(host, me, 1)));
-        }
-    });
+    at_once(0..n, |me| scenes.iter().for_each(|scene| scene.run(&host, me, 1)));
     scenes.iter().enumerate().for_each(|(i, scene)| scene.check(&format!("step {i}, {n} ranks")));
-    assert!(host.is_well(), "a kernel gave up");
+    host.assert_well();
     let direct: Vec<usize> = host.direct().iter().map(|&kernels| kernels as usize).collect();
     assert_eq!(direct, least, "{n} ranks");
     assert!(least.iter().all(|&scenes| scenes > 8), "{n} ranks: {least:?}");
@@ -429,28 +393,14 @@ fn a_rank_that_never_comes_leaves_symmetric_memory_untouched() {
         let scene = Scene::collective(&mut Random(5), &host.heaps, Symmetry::All, requested);
         let before: Vec<Vec<u8>> =
             scene.tensors.iter().map(|(tensor, _)| tensor.all().to_vec()).collect();
-        std::thread::scope(|scope| {
-            for me in 0..2 {
-                let (host, scene) = (&host, &scene);
-                scope.spawn(move || scene.run(host, me, 77));
-            }
-        });
+        at_once(0..2, |me| scene.run(&host, me, 77));
         assert!(host.longest() < Duration::from_secs(60), "{op:?}: {:?}", host.longest());
         // The root of a broadcast does not time out: it finishes once its chunks are in slots.
-        let needs_all = |me: &usize| {
-            !matches!(
-                &scene.acts[*me],
-                Act::Collective(call)
-                    if op == Collective::Broadcast && call.root.index() == *me
-            )
-        };
-        for memory in (0..2).filter(needs_all).map(|me| &host.memory[me]) {
-            assert_eq!(
-                (memory.report[0], memory.report[1], memory.report[4 + 2]),
-                (1, 77, 1),
-                "{op:?}: {:?}",
-                memory.report
-            );
+        for (me, act) in scene.acts.iter().enumerate().take(2) {
+            let root = matches!(act, Act::Collective(call) if call.root.index() == me);
+            if op != Collective::Broadcast || !root {
+                host.assert_names(me, 77, 2);
+            }
         }
         assert_eq!(host.direct(), [0, 0, 0], "{op:?}");
         assert!(

@@ -1,8 +1,9 @@
 //! Reductions by CUDA kernels compared bit by bit with the CPU's: every type, every operation.
 
+use crate::calls::{Random, on_cpu};
 use crate::program::Program;
-use symm::dtype::{DType, ReduceOp};
-use symm::kernels::cpu::{self, InputElements, WriteMode};
+use symm::dtype::{DType, ReduceOp, SumOrder};
+use symm::kernels::cpu;
 use symm::kernels::cuda::driver::Grid;
 
 const UNIT: usize = 16;
@@ -40,34 +41,17 @@ fn special(dtype: DType) -> Vec<u64> {
         }
     };
     let sign = 1u64 << (infinity.ilog2() + 1);
-    let positive = [
-        0,
-        1,
-        2,
-        least_normal - 1,
-        least_normal,
-        one - 1,
-        one,
-        one + 1,
-        infinity - 1,
-        infinity,
-        infinity + 1,
-        infinity | (infinity >> 1),
-        sign - 1,
-    ];
-    positive.iter().flat_map(|&bits| [bits, bits | sign]).collect()
+    let around = |bits: u64| [bits - 1, bits, bits + 1];
+    let positive = [around(1), around(least_normal), around(one), around(infinity)];
+    let nans = [infinity | (infinity >> 1), sign - 1];
+    positive.iter().flatten().chain(&nans).flat_map(|&bits| [bits, bits | sign]).collect()
 }
 
 /// Each rank's elements: all pairs of special values in neighbouring ranks, then random bits, some
 /// of them close to each other.
 fn inputs(dtype: DType, world: usize) -> Vec<Vec<u8>> {
-    let mut state = 0x9e37_79b9_7f4a_7c15 ^ ((dtype as u64) << 8) ^ world as u64;
-    let mut random = move || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        state.rotate_left(21)
-    };
+    let mut random = Random(0x9e37_79b9_7f4a_7c15 ^ ((dtype as u64) << 8) ^ world as u64);
+    let mut random = move || random.next().rotate_left(21);
     let part =
         if matches!(dtype, DType::C64 | DType::C128) { dtype.size() / 2 } else { dtype.size() };
     let special = special(dtype);
@@ -93,39 +77,16 @@ fn inputs(dtype: DType, world: usize) -> Vec<Vec<u8>> {
     ranks
 }
 
-fn on_cpu(op: ReduceOp, dtype: DType, inputs: &[Vec<u8>], factors: &[f64]) -> Vec<u8> {
-    let mut output = vec![0; inputs[0].len()];
-    let sources: Vec<InputElements> = inputs
-        .iter()
-        .zip(factors)
-        .map(|(data, &factor)| InputElements { ptr: data.as_ptr(), factor })
-        .collect();
-    // SAFETY: all buffers are of the same length, a multiple of the element size.
-    unsafe {
-        cpu::reduce(
-            op,
-            dtype,
-            output.as_mut_ptr(),
-            &sources,
-            output.len() / dtype.size(),
-            WriteMode::Cached,
-        )
-    };
-    output
-}
-
 fn expected(op: ReduceOp, dtype: DType, inputs: &[Vec<u8>]) -> Vec<u8> {
-    let factors: Vec<f64> = (0..inputs.len()).map(factor).collect();
     if op != ReduceOp::PremulSum || dtype.size() >= 4 {
-        return on_cpu(op, dtype, inputs, &factors);
+        return on_cpu(SumOrder::Rank, op, dtype, inputs, factor);
     }
     // On a GPU the sender multiplies by its factor, rounds to the element type and sends that.
-    let lifted: Vec<Vec<u8>> = inputs
-        .iter()
-        .zip(&factors)
-        .map(|(input, &factor)| on_cpu(op, dtype, std::slice::from_ref(input), &[factor]))
-        .collect();
-    on_cpu(ReduceOp::Sum, dtype, &lifted, &factors)
+    let lift = |(rank, input): (usize, &Vec<u8>)| {
+        on_cpu(SumOrder::Rank, op, dtype, &[input], |_| factor(rank))
+    };
+    let lifted: Vec<Vec<u8>> = inputs.iter().enumerate().map(lift).collect();
+    on_cpu(SumOrder::Rank, ReduceOp::Sum, dtype, &lifted, factor)
 }
 
 /// Bytes at an address with the alignment of units.
@@ -201,12 +162,8 @@ fn the_chosen_pair() {
         (DType::I16, ReduceOp::Avg),
         (DType::C64, ReduceOp::PremulSum),
     ] {
-        check(
-            &Program::build("tests/emulated/reduce_units", 3, Some(dtype), Some(op)),
-            op,
-            dtype,
-            3,
-        );
+        let program = Program::build("tests/emulated/reduce_units", 3, Some(dtype), Some(op));
+        check(&program, op, dtype, 3);
     }
 }
 
@@ -232,7 +189,8 @@ fn scrubbing_leaves_no_word_of_ones_and_every_number() {
         let scrubs = !matches!(dtype, DType::I32 | DType::F8E4M3FN | DType::F8E4M3FNUZ);
         assert_eq!(empties, if scrubs { 0 } else { words.len().div_ceil(3) }, "{dtype:?}");
         // A reduction of one rank makes every NaN canonical: the replaced words must still be NaN.
-        let canonical = |bytes: &[u8]| on_cpu(ReduceOp::Sum, dtype, &[bytes.to_vec()], &[1.0]);
+        let canonical =
+            |bytes: &[u8]| on_cpu(SumOrder::Rank, ReduceOp::Sum, dtype, &[bytes], |_| 1.0);
         assert_eq!(canonical(&after), canonical(&before[0]), "{dtype:?}");
     }
 }

@@ -1,6 +1,7 @@
 //! Signals between GPUs on host threads: no signal is lost, pads are zero afterwards, and a missing
 //! rank is named in time.
 
+use crate::host::at_once;
 use crate::program::Program;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -76,22 +77,19 @@ impl Host {
 fn ping_pong_carries_what_was_written_before() {
     const ROUNDS: u32 = 200;
     let (host, ball) = (&Host::new(2, PATIENCE), &AtomicU32::new(0));
-    std::thread::scope(|scope| {
-        for me in 0..2 {
-            let peer = Rank(1 - me);
-            scope.spawn(move || {
-                for round in 0..ROUNDS {
-                    if me == 1 {
-                        host.run(1, Signal::Wait(peer), 3);
-                    }
-                    assert_eq!(ball.load(Ordering::Relaxed), 2 * round + me);
-                    ball.store(2 * round + me + 1, Ordering::Relaxed);
-                    host.run(me as usize, Signal::Put(peer), 3);
-                    if me == 0 {
-                        host.run(0, Signal::Wait(peer), 3);
-                    }
-                }
-            });
+    at_once(0..2, |rank| {
+        let me = rank as u32;
+        let peer = Rank(1 - me);
+        for round in 0..ROUNDS {
+            if me == 1 {
+                host.run(1, Signal::Wait(peer), 3);
+            }
+            assert_eq!(ball.load(Ordering::Relaxed), 2 * round + me);
+            ball.store(2 * round + me + 1, Ordering::Relaxed);
+            host.run(rank, Signal::Put(peer), 3);
+            if me == 0 {
+                host.run(0, Signal::Wait(peer), 3);
+            }
         }
     });
     assert!(host.is_well());
@@ -132,25 +130,20 @@ fn a_rank_may_signal_itself() {
 fn barriers(n: usize, rounds: u32) {
     let host = &Host::new(n, PATIENCE);
     let arrived: &Vec<[AtomicU32; 2]> = &(0..n).map(|_| Default::default()).collect();
-    std::thread::scope(|scope| {
-        for me in 0..n {
-            for (stream, slot) in [(0, 0), (1, 5)] {
-                scope.spawn(move || {
-                    for round in 1..=rounds {
-                        if (round as usize * 7 + me * 3 + stream).is_multiple_of(11) {
-                            std::thread::sleep(Duration::from_millis(2));
-                        }
-                        arrived[me][stream].store(round, Ordering::Relaxed);
-                        host.run(me, Signal::Barrier, slot);
-                        for (peer, arrived) in arrived.iter().enumerate() {
-                            let seen = arrived[stream].load(Ordering::Relaxed);
-                            assert!(
-                                seen == round || seen == round + 1,
-                                "rank {me} left barrier {round}, rank {peer} is in {seen}, of {n}"
-                            );
-                        }
-                    }
-                });
+    at_once(0..2 * n, |thread| {
+        let (me, stream) = (thread / 2, thread % 2);
+        for round in 1..=rounds {
+            if (round as usize * 7 + me * 3 + stream).is_multiple_of(11) {
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            arrived[me][stream].store(round, Ordering::Relaxed);
+            host.run(me, Signal::Barrier, [0, 5][stream]);
+            for (peer, arrived) in arrived.iter().enumerate() {
+                let seen = arrived[stream].load(Ordering::Relaxed);
+                assert!(
+                    seen == round || seen == round + 1,
+                    "rank {me} left barrier {round}, rank {peer} is in {seen}, of {n}"
+                );
             }
         }
     });
@@ -175,79 +168,52 @@ fn a_slot_is_shared_with_whoever_swaps_its_words() {
             std::thread::yield_now();
         }
     };
-    std::thread::scope(|scope| {
-        for me in 0..2usize {
-            scope.spawn(move || {
-                let peer = 1 - me;
-                for round in 0..60 {
-                    if (round / (me + 1)) % 2 == 0 {
-                        host.run(me, Signal::Barrier, 4);
-                    } else {
-                        swap(host.word(peer, 4, me), 0);
-                        swap(host.word(me, 4, peer), 1);
-                    }
-                }
-            });
+    at_once(0..2, |me| {
+        let peer = 1 - me;
+        for round in 0..60 {
+            if (round / (me + 1)) % 2 == 0 {
+                host.run(me, Signal::Barrier, 4);
+            } else {
+                swap(host.word(peer, 4, me), 0);
+                swap(host.word(me, 4, peer), 1);
+            }
         }
     });
     assert!(host.is_well());
 }
 
-/// Runs `signal` on each of `ranks`, where it must time out; returns their reports.
-fn give_up(host: &Host, ranks: &[usize], signal: Signal, slot: u32) -> Vec<Option<SignalTimeout>> {
+/// Runs `signal` on each of `ranks`, where it must time out after `what` and name `missing`.
+fn gives_up(host: &Host, ranks: &[usize], signal: Signal, slot: u32, what: &str, missing: &[u32]) {
     let begun = Instant::now();
-    std::thread::scope(|scope| {
-        ranks.iter().for_each(|&me| drop(scope.spawn(move || host.run(me, signal, slot))))
-    });
-    assert!(
-        begun.elapsed() >= host.timeout && begun.elapsed() < Duration::from_secs(20),
-        "{:?}",
-        begun.elapsed()
-    );
+    at_once(ranks.iter().copied(), |me| host.run(me, signal, slot));
+    let seconds = begun.elapsed();
+    assert!(seconds >= host.timeout && seconds < Duration::from_secs(20), "{seconds:?}");
     for &me in ranks {
         assert_eq!(host.reports[me][1].load(Ordering::Relaxed), host.timeout.as_millis() as u32);
+        let reported = host.reported(me).expect("a report");
+        let named: Vec<u32> = reported.missing.iter().map(|rank| rank.0).collect();
+        assert_eq!(
+            (reported.to_string(), &named[..]),
+            (format!("{what} on channel {slot}"), missing),
+            "rank {me}"
+        );
     }
-    ranks.iter().map(|&me| host.reported(me)).collect()
-}
-
-fn missing(reported: &Option<SignalTimeout>) -> (String, Vec<Rank>) {
-    let gave_up = reported.as_ref().expect("a report");
-    (gave_up.to_string(), gave_up.missing.clone())
 }
 
 #[test]
-fn who_does_not_come_to_a_barrier_is_named() {
-    for n in [2, 4, 8] {
+fn all_who_do_not_come_to_a_barrier_are_named() {
+    for (n, absent) in [(2, &[1][..]), (4, &[2]), (8, &[4]), (5, &[0, 2, 4])] {
         let host = Host::new(n, SHORT);
-        let absent = n / 2;
-        let ranks: Vec<usize> = (0..n).filter(|&rank| rank != absent).collect();
-        for reported in give_up(&host, &ranks, Signal::Barrier, 6) {
-            assert_eq!(
-                missing(&reported),
-                ("barrier on channel 6".into(), vec![Rank(absent as u32)]),
-                "{n} ranks"
-            );
-        }
+        let here = |rank: &usize| !absent.contains(&(*rank as u32));
+        let ranks: Vec<usize> = (0..n).filter(here).collect();
+        gives_up(&host, &ranks, Signal::Barrier, 6, "barrier", absent);
         // The words stay unchanged, except for the signals to the missing ranks.
         for rank in 0..n {
             let left: u32 = host.pads[rank].iter().map(|word| word.load(Ordering::Acquire)).sum();
-            assert_eq!(
-                left as usize,
-                if rank == absent { n - 1 } else { 0 },
-                "pad of rank {rank} of {n}"
-            );
+            let expected = if here(&rank) { 0 } else { ranks.len() };
+            assert_eq!(left as usize, expected, "pad of rank {rank} of {n}");
         }
     }
-}
-
-#[test]
-fn all_who_do_not_come_are_named() {
-    let host = Host::new(5, SHORT);
-    let reported = give_up(&host, &[1, 3], Signal::Barrier, 0);
-    assert!(
-        reported.iter().all(|reported| missing(reported).1 == [Rank(0), Rank(2), Rank(4)]),
-        "{reported:?}"
-    );
 }
 
 /// A rank that cannot send to one peer has sent to the others, which must not report it as missing.
@@ -255,19 +221,16 @@ fn all_who_do_not_come_are_named() {
 fn a_signal_that_was_not_taken_holds_up_no_other() {
     let host = Host::new(3, SHORT);
     host.word(2, 0, 0).store(1, Ordering::Release);
-    let reported = give_up(&host, &[0, 1], Signal::Barrier, 0);
-    assert!(reported.iter().all(|reported| missing(reported).1 == [Rank(2)]), "{reported:?}");
+    gives_up(&host, &[0, 1], Signal::Barrier, 0, "barrier", &[2]);
 }
 
 #[test]
 fn a_signal_that_is_not_sent_or_not_taken_is_named() {
     let host = Host::new(3, SHORT);
-    let reported = give_up(&host, &[1], Signal::Wait(Rank(2)), 7);
-    assert_eq!(missing(&reported[0]), ("wait_signal on channel 7".into(), vec![Rank(2)]));
+    gives_up(&host, &[1], Signal::Wait(Rank(2)), 7, "wait_signal", &[2]);
     host.run(0, Signal::Put(Rank(1)), 2);
     assert_eq!(host.reported(0), None);
-    let reported = give_up(&host, &[0], Signal::Put(Rank(1)), 2);
-    assert_eq!(missing(&reported[0]), ("put_signal on channel 2".into(), vec![Rank(1)]));
+    gives_up(&host, &[0], Signal::Put(Rank(1)), 2, "put_signal", &[1]);
     assert_eq!(host.word(1, 2, 0).load(Ordering::Acquire), 1);
 }
 

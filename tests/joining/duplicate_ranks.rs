@@ -2,11 +2,11 @@
 //! not.
 
 use crate::threads::{
-    Flat, LONG, SHORT, SOON, connect, error, hello, put, record_of, sleeper, socket, spec, threads,
-    token,
+    Flat, LONG, SHORT, SOON, connect, error, hello, pair, put, receive, record_of,
+    record_of_leader, refused, send, sleeper, socket, spec, threads, token,
 };
 use rustix::fd::OwnedFd;
-use rustix::net::{SendFlags, SocketAddrUnix, SocketFlags};
+use rustix::net::{SocketAddrUnix, SocketFlags};
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -31,13 +31,11 @@ fn one_of_two_threads_that_claim_a_rank_is_refused() {
         outcome
     });
     assert!(outcomes[2].is_ok());
-    let refused: Vec<_> = outcomes.iter().filter_map(|outcome| outcome.as_ref().err()).collect();
-    assert_eq!(refused.len(), 1);
-    assert_eq!(refused[0].kind, ErrorKind::Config);
+    let refused: Vec<_> = outcomes.into_iter().filter_map(Result::err).collect();
     let pid = std::process::id();
     let expected =
         format!("rank 1 of group \"g\" of 2 ranks is claimed twice: by pid {pid} and by pid {pid}");
-    assert_eq!(refused[0].message, expected);
+    assert_eq!(refused, [Error::config(expected)]);
     assert!(store.is_empty());
 }
 
@@ -53,14 +51,13 @@ fn a_record_counts_as_long_as_its_process_lives() {
     let outcome = join(&store, &spec("g", 1, 2, LONG));
     let expected =
         format!("claimed twice: by pid {} and by pid {}", child.id(), std::process::id());
-    assert!(error(&outcome).message.contains(&expected), "{outcome:?}");
+    refused(&outcome, ErrorKind::Config, &expected);
 
     // A later process with the same id is a different process.
     let store = MemoryStore::new();
     record["start_time"] = json!(start_time + 1);
     put(&store, 1, &record);
-    let outcomes = threads(0..2, |rank| join(&store, &spec("g", rank, 2, LONG)));
-    assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
+    pair(&store);
 
     // The record of an exited process: a new process of the same rank replaces the record, and the
     // other ranks wait for the new record.
@@ -69,12 +66,10 @@ fn a_record_counts_as_long_as_its_process_lives() {
     record["start_time"] = json!(start_time);
     for late in [0, 1] {
         let store = MemoryStore::new();
-        put(&store, 0, &{
-            let mut stale = record.clone();
-            stale["rank"] = json!(0);
-            stale["socket"] = json!("symm-nobody-listens-here");
-            stale
-        });
+        let mut stale = record.clone();
+        stale["rank"] = json!(0);
+        stale["socket"] = json!("symm-nobody-listens-here");
+        put(&store, 0, &stale);
         put(&store, 1, &record);
         let outcomes = threads(0..2, |rank| {
             let other = format!("symm/g/0/{}", 1 - late);
@@ -119,45 +114,38 @@ fn a_place_counts_as_long_as_a_living_process_keeps_it() {
     });
     store.set("symm/g/0/1/membership", &serde_json::to_vec(&held).unwrap()).unwrap();
     let placed = |rank, timeout| JoinSpec { hold_rank: true, ..spec("g", rank, 2, timeout) };
-    let pair = || threads(0..2, |rank| join(&store, &placed(rank, LONG)));
+    let pair = || threads(0..2, |rank| join(&store, &placed(rank, LONG)).unwrap());
 
     let listener = sys::socket::listen_at(&name, 1).unwrap();
     // More attempts than the queue of the listener has entries.
+    let expected =
+        format!("claimed twice: by pid {} and by pid {}", child.id(), std::process::id());
     for _ in 0..4 {
         let started = Instant::now();
-        let outcome = join(&store, &placed(1, LONG));
-        let expected = format!(
-            "rank 1 of group \"g\" of 2 ranks is claimed twice: by pid {} and by pid {}",
-            child.id(),
-            std::process::id()
-        );
-        assert_eq!(*error(&outcome), Error::config(expected));
+        refused(&join(&store, &placed(1, LONG)), ErrorKind::Config, &expected);
         assert!(started.elapsed() < SOON);
         assert_eq!(store.num_keys().unwrap(), 1, "nothing is left of who was refused");
     }
     // The listener closes while the ranks wait for it.
-    let outcomes = thread::scope(|scope| {
+    let joined = thread::scope(|scope| {
         let waiting = scope.spawn(pair);
         thread::sleep(Duration::from_millis(100));
         drop(listener);
         waiting.join().unwrap()
     });
-    assert!(
-        outcomes.iter().all(|outcome| outcome.as_ref().is_ok_and(|joined| joined.lease.is_some())),
-        "{outcomes:?}"
-    );
-    drop(outcomes);
+    assert!(joined.iter().all(|joined| joined.lease.is_some()), "{joined:?}");
+    drop(joined);
 
     // A listener does not suffice: a forked child may still hold it after the process has exited.
     store.set("symm/g/0/1/membership", &serde_json::to_vec(&held).unwrap()).unwrap();
     let _listener = sys::socket::listen_at(&name, 1).unwrap();
     child.kill().unwrap();
     child.wait().unwrap();
-    assert!(pair().iter().all(Result::is_ok));
+    pair();
 }
 
 #[test]
-fn another_node_cannot_claim_a_rank_unnoticed() {
+fn records_of_another_node_and_garbage_are_refused() {
     let Some(_flat) = Flat::start() else { return };
     let mut record = record_of(1, 2);
     record["node"]["boot"] = json!("another-kernel");
@@ -166,19 +154,11 @@ fn another_node_cannot_claim_a_rank_unnoticed() {
     let store = MemoryStore::new();
     put(&store, 1, &record);
     let outcome = join(&store, &spec("g", 1, 2, LONG));
-    assert!(error(&outcome).message.contains("by pid 4321 on node \"elsewhere\""), "{outcome:?}");
-}
+    refused(&outcome, ErrorKind::Config, "by pid 4321 on node \"elsewhere\"");
 
-#[test]
-fn garbage_in_the_store_is_refused_by_rank() {
-    let Some(_flat) = Flat::start() else { return };
-    let store = MemoryStore::new();
-    store.compare_set("symm/g/0/1", b"", b"{]").unwrap();
-    let outcome = join(&store, &spec("g", 0, 2, LONG));
-    assert!(
-        error(&outcome).message.contains("the record of rank 1 in the store cannot be read"),
-        "{outcome:?}"
-    );
+    store.set("symm/g/0/1", b"{]").unwrap();
+    let message = join(&store, &spec("g", 0, 2, LONG)).unwrap_err().message;
+    assert!(message.contains("the record of rank 1 in the store cannot be read"), "{message}");
 }
 
 // proves P15
@@ -190,25 +170,19 @@ fn unidentified_peers_neither_enter_nor_stall() {
     thread::scope(|scope| {
         let leader = scope.spawn(|| join(store, &spec("g", 0, 3, LONG)));
         let first = scope.spawn(|| join(store, &spec("g", 1, 3, LONG)));
-        store.wait(&["symm/g/0/0"], Some(LONG)).unwrap();
-        let bytes = store.get("symm/g/0/0", None).unwrap();
-        let record: Value = serde_json::from_slice(&bytes).unwrap();
+        let record = record_of_leader(store);
         let name = record["socket"].as_str().unwrap();
-        let silent: Vec<OwnedFd> = (0..100)
-            .map_while(|_| {
-                // As many connections as the queue can hold while rank 0 waits for the store.
-                let socket = socket(SocketFlags::NONBLOCK);
-                let address = SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap();
-                rustix::net::connect(&socket, &address).is_ok().then_some(socket)
-            })
-            .collect();
+        let address = SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap();
+        // As many connections as the queue can hold while rank 0 waits for the store.
+        let sockets = (0..100).map(|_| socket(SocketFlags::NONBLOCK));
+        let silent: Vec<OwnedFd> =
+            sockets.take_while(|socket| rustix::net::connect(socket, &address).is_ok()).collect();
         assert!(silent.len() > 30, "{}", silent.len());
         let started = Instant::now();
-        let second = join(store, &spec("g", 2, 3, LONG));
+        join(store, &spec("g", 2, 3, LONG)).unwrap();
         assert!(started.elapsed() < SOON, "{:?}", started.elapsed());
-        assert!(second.is_ok(), "{second:?}");
-        assert!(leader.join().unwrap().is_ok());
-        assert!(first.join().unwrap().is_ok());
+        leader.join().unwrap().unwrap();
+        first.join().unwrap().unwrap();
     });
 }
 
@@ -219,26 +193,16 @@ fn new_connections_do_not_displace_a_rank_that_has_said_hello() {
     let store = &store;
     thread::scope(|scope| {
         let leader = scope.spawn(|| join(store, &spec("g", 0, 2, LONG)));
-        let record: Value =
-            serde_json::from_slice(&store.get("symm/g/0/0", Some(LONG)).unwrap()).unwrap();
-        let name = record["socket"].as_str().unwrap();
-        let token = token(&record);
+        let record = record_of_leader(store);
         // Rank 1, and behind it in the queue, more connections than rank 0 accepts at once.
-        let rank_1 = connect(name);
-        rustix::net::send(
-            &rank_1,
-            &hello(1, 2, std::process::id(), 8192, &token),
-            SendFlags::NOSIGNAL,
-        )
-        .unwrap();
-        let _flood: Vec<OwnedFd> = (0..36).map(|_| connect(name)).collect();
+        let rank_1 = connect(&record);
+        send(&rank_1, &hello(1, 2, std::process::id(), 8192, &token(&record)));
+        let _flood: Vec<OwnedFd> = (0..36).map(|_| connect(&record)).collect();
         // From now on rank 0 accepts connections.
         put(store, 1, &record_of(1, 2));
-        let mut answer = [0; 4096];
-        let (_, length) =
-            rustix::net::recv(&rank_1, &mut answer, rustix::net::RecvFlags::empty()).unwrap();
-        assert_eq!((length, answer[20]), (21, 0), "rank 1 is handed the memory");
-        assert!(leader.join().unwrap().is_ok());
+        let answer = receive(&rank_1);
+        assert_eq!((answer.len(), answer[20]), (21, 0), "rank 1 is handed the memory");
+        leader.join().unwrap().unwrap();
     });
 }
 
@@ -253,9 +217,7 @@ fn wrong_words_are_answered_with_a_reason() {
         // Records for ranks 2 and 3, so that rank 0 listens.
         put(store, 2, &record_of(2, 4));
         put(store, 3, &record_of(3, 4));
-        let bytes = store.get("symm/g/0/0", None).unwrap();
-        let record: Value = serde_json::from_slice(&bytes).unwrap();
-        let name = record["socket"].as_str().unwrap();
+        let record = record_of_leader(store);
         let token = token(&record);
         thread::sleep(Duration::from_millis(200));
         let pid = std::process::id();
@@ -271,25 +233,18 @@ fn wrong_words_are_answered_with_a_reason() {
             (hello(1, 4, pid, 8192, &token), "is here already"),
         ];
         for (message, expected) in cases {
-            let socket = connect(name);
-            rustix::net::send(&socket, &message, SendFlags::NOSIGNAL).unwrap();
-            let mut answer = [0; 4096];
-            let (_, length) =
-                rustix::net::recv(&socket, &mut answer, rustix::net::RecvFlags::empty()).unwrap();
+            let socket = connect(&record);
+            send(&socket, &message);
+            let answer = receive(&socket);
             // Pending connections get no token.
             assert_eq!(answer[4..20], [0; 16]);
-            let text = std::str::from_utf8(&answer[21..length]).unwrap();
+            let text = std::str::from_utf8(&answer[21..]).unwrap();
             assert!(text.contains(expected), "{text}");
-            assert_eq!(
-                rustix::net::recv(&socket, &mut answer, rustix::net::RecvFlags::empty()).unwrap().1,
-                0
-            );
+            assert!(receive(&socket).is_empty());
         }
         // A valid hello, and then an exit: the group cannot form, and every rank's error names the
         // rank that left.
-        let socket = connect(name);
-        rustix::net::send(&socket, &hello(2, 4, pid, 8192, &token), SendFlags::NOSIGNAL).unwrap();
-        drop(socket);
+        send(&connect(&record), &hello(2, 4, pid, 8192, &token));
         for outcome in [leader.join().unwrap(), first.join().unwrap()] {
             let expected = format!("rank 2 (pid {pid}) left while joining group \"g\" of 4 ranks");
             assert_eq!(*error(&outcome), Error::peer(expected));
@@ -306,10 +261,6 @@ fn a_rank_that_publishes_and_never_connects_is_named_by_all() {
     let outcomes = threads(0..2, |rank| join(&store, &spec("g", rank, 3, SHORT)));
     assert!(started.elapsed() < SOON);
     for outcome in &outcomes {
-        assert_eq!(error(outcome).kind, ErrorKind::Timeout);
-        assert!(
-            error(outcome).message.contains("for rank 2 to connect while joining"),
-            "{outcome:?}"
-        );
+        refused(outcome, ErrorKind::Timeout, "for rank 2 to connect while joining");
     }
 }

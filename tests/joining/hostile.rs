@@ -1,8 +1,8 @@
 //! Joining with hostile or faulty peers: other users, and a rank 0 that passes the wrong memory.
 
-use crate::process::alone;
+use crate::process::{alone, fork, status_of};
 use crate::stores;
-use crate::threads::{self, LONG, connect, hello, token};
+use crate::threads::{self, LONG, connect, hello, receive, record_of_leader, token};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::net::{
@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 use symm::bootstrap::{JoinSpec, join};
-use symm::error::ErrorKind;
+use symm::error::{Error, ErrorKind};
 use symm::store::Store;
 use symm::store::memory::MemoryStore;
 use symm::sys::required;
@@ -28,11 +28,6 @@ const OTHER_USER: u32 = 65534;
 
 fn spec(rank: u32, timeout: Duration) -> JoinSpec<'static> {
     threads::spec("g", rank, 2, timeout)
-}
-
-/// Rank 0's record, as it publishes it.
-fn record(store: &MemoryStore) -> Value {
-    serde_json::from_slice(&store.get("symm/g/0/0", Some(LONG)).unwrap()).unwrap()
 }
 
 /// Rank 0's answer in the normal case, as `src/bootstrap/handshake.rs` writes it.
@@ -60,15 +55,11 @@ fn memory(bytes: u64, seals: SealFlags) -> OwnedFd {
 
 /// Lets rank 1 join a group whose rank 0 is the test, which sends it `message` with `fd`; returns
 /// why it did not join.
-fn handed(
-    number: u32,
-    message: impl Fn(&[u8]) -> Vec<u8>,
-    fd: Option<BorrowedFd<'_>>,
-) -> symm::error::Error {
+fn handed(number: u32, message: impl Fn(&[u8]) -> Vec<u8>, fd: Option<BorrowedFd<'_>>) -> Error {
     let store = MemoryStore::new();
     // Rank 0 times out and leaves its record; a copy gets the address of another listener.
     join(&store, &spec(0, Duration::from_millis(1))).expect_err("alone");
-    let mut forged = record(&store);
+    let mut forged = record_of_leader(&store);
     let name = format!("symm-test-{}-{number}", std::process::id());
     let listener = threads::socket(SocketFlags::empty());
     rustix::net::bind(&listener, &SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap())
@@ -99,55 +90,27 @@ fn p20_only_sealed_memory_of_the_right_size_is_taken() {
         let (pipe, _other) = rustix::pipe::pipe().unwrap();
         let file: OwnedFd = tempfile::tempfile().unwrap().into();
         let folder: OwnedFd = std::fs::File::open("/").unwrap().into();
-        let cases: [(&OwnedFd, &str); 7] = [
-            (&unsealed, "not sealed memory"),
-            (&growing, "not sealed memory"),
-            (&short, "4096 bytes of memory, not 8192"),
-            (&long, "1048576 bytes of memory, not 8192"),
-            (&pipe, "not sealed memory"),
-            (&file, "not sealed memory"),
-            (&folder, "not sealed memory"),
-        ];
-        for (number, (fd, expected)) in cases.into_iter().enumerate() {
-            let error = handed(number as u32, answer, Some(fd.as_fd()));
-            assert!(
-                error.kind == ErrorKind::Internal && error.message.contains(expected),
-                "{expected}: {error}"
-            );
-            assert!(
-                error.message.contains("rank 0") && error.message.contains("rank 1"),
-                "{error}"
-            );
-        }
         let good = memory(BYTES, all);
-        let error = handed(10, answer, None);
-        assert!(error.message.contains("no memory of this group"), "{error}");
-        let error = handed(11, |_| answer(&[0; 16]), Some(good.as_fd()));
-        assert!(error.message.contains("no memory of this group"), "{error}");
-        let error = handed(12, |_| vec![7; 3000], Some(good.as_fd()));
-        assert!(error.message.contains("not of this protocol"), "{error}");
+        type Message = fn(&[u8]) -> Vec<u8>;
+        let cases: [(Option<&OwnedFd>, Message, &str); 10] = [
+            (Some(&unsealed), answer, "not sealed memory"),
+            (Some(&growing), answer, "not sealed memory"),
+            (Some(&short), answer, "4096 bytes of memory, not 8192"),
+            (Some(&long), answer, "1048576 bytes of memory, not 8192"),
+            (Some(&pipe), answer, "not sealed memory"),
+            (Some(&file), answer, "not sealed memory"),
+            (Some(&folder), answer, "not sealed memory"),
+            (None, answer, "no memory of this group"),
+            (Some(&good), |_| answer(&[0; 16]), "no memory of this group"),
+            (Some(&good), |_| vec![7; 3000], "not of this protocol"),
+        ];
+        for (number, (fd, message, expected)) in (0..).zip(cases) {
+            let Error { kind, message } = handed(number, message, fd.map(AsFd::as_fd));
+            assert!(kind == ErrorKind::Internal && message.contains(expected), "{message}");
+            assert!(message.contains("rank 0") && message.contains("rank 1"), "{message}");
+        }
     }
     assert_eq!(required::descriptors().1, before, "what came with a message is closed");
-}
-
-#[test]
-fn p20_received_descriptors_are_closed_on_exec() {
-    if !alone() {
-        return;
-    }
-    let store = MemoryStore::new();
-    thread::scope(|scope| {
-        let leader = scope.spawn(|| join(&store, &spec(0, LONG)));
-        let joined = join(&store, &spec(1, LONG)).unwrap();
-        leader.join().unwrap().unwrap();
-        assert!(
-            rustix::io::fcntl_getfd(&joined.segment)
-                .unwrap()
-                .contains(rustix::io::FdFlags::CLOEXEC)
-        );
-        let seals = rustix::fs::fcntl_get_seals(&joined.segment).unwrap();
-        assert!(seals.contains(SealFlags::SHRINK | SealFlags::SEAL), "{seals:?}");
-    });
 }
 
 /// Runs `body`, which may only make system calls, in a process of another user, and returns its
@@ -157,25 +120,15 @@ fn as_unidentified(body: impl FnOnce() -> bool) -> Option<bool> {
         let _ = writeln!(std::io::stderr(), "skipped: only root can become another user");
         return None;
     }
-    // SAFETY: the child only makes system calls and ends with `_exit`.
-    let child = unsafe { libc::fork() };
-    if child == 0 {
+    let status = status_of(fork(|| {
         // SAFETY: plain system calls on values.
-        unsafe {
-            if libc::setgroups(0, std::ptr::null()) != 0
-                || libc::setresgid(OTHER_USER, OTHER_USER, OTHER_USER) != 0
-            {
-                libc::_exit(9);
-            }
-            if libc::setresuid(OTHER_USER, OTHER_USER, OTHER_USER) != 0 {
-                libc::_exit(9);
-            }
-            libc::_exit(i32::from(!body()));
-        }
-    }
-    let mut status = 0;
-    // SAFETY: `status` is valid for a write; `child` is a child of this process.
-    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        let changed = unsafe {
+            libc::setgroups(0, std::ptr::null()) == 0
+                && libc::setresgid(OTHER_USER, OTHER_USER, OTHER_USER) == 0
+                && libc::setresuid(OTHER_USER, OTHER_USER, OTHER_USER) == 0
+        };
+        if changed { i32::from(!body()) } else { 9 }
+    }));
     assert_ne!(libc::WEXITSTATUS(status), 9, "root cannot become another user here");
     Some(status == 0)
 }
@@ -200,10 +153,9 @@ fn p19_another_user_is_not_let_into_a_group_even_with_the_right_words() {
     let store = MemoryStore::new();
     thread::scope(|scope| {
         let leader = scope.spawn(|| join(&store, &spec(0, LONG)));
-        let record = record(&store);
-        let address =
-            SocketAddrUnix::new_abstract_name(record["socket"].as_str().unwrap().as_bytes())
-                .unwrap();
+        let record = record_of_leader(&store);
+        let name = record["socket"].as_str().unwrap();
+        let address = SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap();
         let hello = hello(1, 2, std::process::id(), BYTES, &token(&record));
         let unidentified = scope.spawn(move || {
             as_unidentified(|| {
@@ -252,21 +204,15 @@ fn who_knocks_again_and_again_does_not_fill_the_log() {
     let store = MemoryStore::new();
     thread::scope(|scope| {
         let leader = scope.spawn(|| join(&store, &spec(0, LONG)));
-        let mut member = record(&store);
-        let name = member["socket"].as_str().unwrap().to_owned();
+        let record = record_of_leader(&store);
+        let mut member = record.clone();
         // A rank 1 that has a record but does not connect.
         member["rank"] = 1.into();
         store.set("symm/g/0/1", &serde_json::to_vec(&member).unwrap()).unwrap();
         for _ in 0..500 {
-            let socket = connect(&name);
-            rustix::net::send(&socket, b"let me in", SendFlags::NOSIGNAL).unwrap();
-            assert!(
-                rustix::net::recv(&socket, &mut [0u8; 4096], rustix::net::RecvFlags::empty())
-                    .unwrap()
-                    .0
-                    > 0,
-                "it hears why"
-            );
+            let socket = connect(&record);
+            threads::send(&socket, b"let me in");
+            assert!(!receive(&socket).is_empty(), "it hears why");
         }
         member["failure"] = serde_json::json!({"kind": 0, "message": "enough"});
         store.set("symm/g/0/1", &serde_json::to_vec(&member).unwrap()).unwrap();
@@ -298,14 +244,12 @@ fn p19_another_user_is_not_served_by_a_store_and_cannot_open_its_file() {
             rustix::net::connect(&socket, &address).is_err() || is_turned_away(&socket)
         })
     };
-    assert!(
-        connect(SocketAddrUnix::new(path.as_path()).unwrap()).unwrap_or(true),
-        "served at a path"
-    );
-    assert!(
-        connect(SocketAddrUnix::new_abstract_name(hidden.as_bytes()).unwrap()).unwrap_or(true),
-        "served at a name"
-    );
+    for address in
+        [SocketAddrUnix::new(&*path), SocketAddrUnix::new_abstract_name(hidden.as_bytes())]
+    {
+        let address = address.unwrap();
+        assert!(connect(address.clone()).unwrap_or(true), "served at {address:?}");
+    }
     let file = folder.path().join("file");
     let _open = symm::store::file::FileStore::open(&file, 1).unwrap();
     let name = std::ffi::CString::new(file.to_str().unwrap()).unwrap();

@@ -2,8 +2,9 @@
 //! leftovers.
 
 use crate::threads::{
-    Doctored, Flat, LONG, SHORT, SOON, error, sleeper, spec, threads, threads_named,
+    Doctored, Flat, LONG, SHORT, SOON, error, refused, sleeper, spec, threads, threads_named,
 };
+use rustix::fs::SealFlags;
 use std::collections::BTreeSet;
 use std::os::fd::AsFd;
 use std::sync::mpsc::{Receiver, channel};
@@ -22,15 +23,14 @@ use symm::store::table::TableReply;
 use symm::sys::byte_lock::{Mode, try_lock};
 use symm::sys::process::{self, ProcessId};
 
+// proves P20
 #[test]
-fn all_ranks_share_memory_token_and_members() {
+fn all_ranks_share_sealed_memory_token_and_members() {
     let Some(_flat) = Flat::start() else { return };
     for size in 1..=8 {
         let store = MemoryStore::new();
-        let all: Vec<Joined> = threads(0..size, |rank| join(&store, &spec("g", rank, size, LONG)))
-            .into_iter()
-            .map(|outcome| outcome.unwrap())
-            .collect();
+        let all: Vec<Joined> =
+            threads(0..size, |rank| join(&store, &spec("g", rank, size, LONG)).unwrap());
         assert!(store.is_empty());
         rustix::io::pwrite(&all[0].segment, b"hello", 100).unwrap();
         for joined in &all {
@@ -38,6 +38,8 @@ fn all_ranks_share_memory_token_and_members() {
             rustix::io::pread(&joined.segment, &mut bytes, 100).unwrap();
             assert_eq!(&bytes, b"hello");
             assert_eq!(rustix::fs::fstat(&joined.segment).unwrap().st_size, 8192);
+            let seals = rustix::fs::fcntl_get_seals(&joined.segment).unwrap();
+            assert!(seals.contains(SealFlags::SHRINK | SealFlags::SEAL), "{seals:?}");
             assert!(rustix::fs::ftruncate(&joined.segment, 4096).is_err());
             assert!(rustix::fs::ftruncate(&joined.segment, 1 << 20).is_err());
             let flags = rustix::io::fcntl_getfd(&joined.segment).unwrap();
@@ -73,16 +75,15 @@ fn ranks_of_one_node_say_no_more_where_nodes_may_be_connected() {
         let store = Counted::default();
         threads(0..4, |rank| {
             let spec = spec("g", rank, 4, LONG);
-            match if several {
-                find(&store, &spec)
+            let joined = if several {
+                match find(&store, &spec).unwrap() {
+                    Discovered::SingleNode(joined) => joined,
+                    Discovered::MultiNode(apart) => panic!("on one node: {apart:?}"),
+                }
             } else {
-                join(&store, &spec).map(Discovered::SingleNode)
-            }
-            .unwrap()
-            {
-                Discovered::SingleNode(joined) => assert_eq!(joined.members.len(), 4),
-                Discovered::MultiNode(apart) => panic!("on one node: {apart:?}"),
-            }
+                join(&store, &spec).unwrap()
+            };
+            assert_eq!(joined.members.len(), 4);
         });
         assert!(store.inner.is_empty());
         store.keys.into_inner().unwrap()
@@ -91,32 +92,18 @@ fn ranks_of_one_node_say_no_more_where_nodes_may_be_connected() {
 }
 
 #[test]
-fn more_ranks_than_one_node_can_have_are_refused_once_they_are_known_to_be_on_one() {
+fn ranks_that_do_not_exist_and_more_than_one_node_can_have_are_refused() {
     let Some(_flat) = Flat::start() else { return };
     let store = MemoryStore::new();
-    for outcome in threads(0..129, |rank| {
-        find(
-            &store,
-            &JoinSpec { segment_bytes: 0, reserved_bytes: 0, ..spec("g", rank, 129, LONG) },
-        )
-    }) {
-        let error = outcome.err().unwrap();
-        assert_eq!(
-            (
-                error.kind,
-                error
-                    .message
-                    .contains("129 ranks is larger than torch-symm supports on one node (128)")
-            ),
-            (ErrorKind::Config, true),
-            "{error}"
-        );
+    // These are refused once they are known to be on one node.
+    let errors = threads(0..129, |rank| {
+        let all = spec("g", rank, 129, LONG);
+        find(&store, &JoinSpec { segment_bytes: 0, reserved_bytes: 0, ..all }).err().unwrap()
+    });
+    let expected = "129 ranks is larger than torch-symm supports on one node (128)";
+    for error in errors {
+        assert!(error.kind == ErrorKind::Config && error.message.contains(expected), "{error}");
     }
-}
-
-#[test]
-fn ranks_that_do_not_exist_are_refused() {
-    let Some(_flat) = Flat::start() else { return };
     let store = MemoryStore::new();
     let outcome = join(&store, &spec("g", 4, 4, LONG));
     assert_eq!(*error(&outcome), Error::value("rank 4 does not exist in group \"g\" of 4 ranks"));
@@ -133,13 +120,9 @@ fn missing_ranks_are_named_by_all() {
     let started = Instant::now();
     let outcomes = threads([0, 1], |rank| join(&store, &spec("g", rank, 4, SHORT)));
     assert!(started.elapsed() < SOON);
+    let expected = "waited 0.4 s for ranks 2 and 3 to join group \"g\" of 4 ranks";
     for outcome in &outcomes {
-        let error = error(outcome);
-        assert_eq!(error.kind, ErrorKind::Timeout);
-        assert!(
-            error.message.contains("waited 0.4 s for ranks 2 and 3 to join group \"g\" of 4 ranks"),
-            "{error}"
-        );
+        refused(outcome, ErrorKind::Timeout, expected);
     }
     // Each rank leaves its record, with the cause, which does not affect a group of another name.
     let keys = ["symm/g/0/0", "symm/g/0/1"];
@@ -149,19 +132,11 @@ fn missing_ranks_are_named_by_all() {
             .contains("for ranks 2 and 3 to join")
     };
     assert!(keys.into_iter().all(stands) && store.num_keys() == Ok(2));
-    assert!(
-        threads(0..2, |rank| join(&store, &spec("h", rank, 2, LONG)).is_ok())
-            .iter()
-            .all(|joined| *joined)
-    );
+    threads(0..2, |rank| join(&store, &spec("h", rank, 2, LONG)).unwrap());
     assert!(keys.into_iter().all(stands) && store.num_keys() == Ok(2));
     // The next attempt of all ranks succeeds in spite of what the failed one left.
-    let outcomes =
-        threads(0..4, |rank| join(&store, &spec("g", rank, 4, LONG)).map(|joined| joined.token));
-    assert!(
-        outcomes.iter().all(|outcome| outcome.is_ok() && *outcome == outcomes[0]),
-        "{outcomes:?}"
-    );
+    let tokens = threads(0..4, |rank| join(&store, &spec("g", rank, 4, LONG)).unwrap().token);
+    assert!(tokens.iter().all(|token| *token == tokens[0]));
     assert!(store.is_empty());
 }
 
@@ -171,13 +146,9 @@ fn a_name_that_torch_derives_from_other_groups_is_explained_to_who_waits() {
     let store = MemoryStore::new();
     for (group, explained) in [("0123456789abcdef0123456789abcdef01234567", true), ("g", false)] {
         let outcome = join(&store, &spec(group, 0, 2, SHORT));
-        let Error { kind, message } = error(&outcome);
-        assert_eq!(*kind, ErrorKind::Timeout);
-        assert!(
-            message.contains("for rank 1 to join")
-                && message.contains("joins under another name") == explained,
-            "{message}"
-        );
+        refused(&outcome, ErrorKind::Timeout, "for rank 1 to join");
+        let message = &error(&outcome).message;
+        assert_eq!(message.contains("joins under another name"), explained, "{message}");
     }
 }
 
@@ -190,9 +161,7 @@ fn members_that_ranks_list_differently_are_named_to_all() {
         join(&store, &JoinSpec { global_ranks: lists[rank as usize], ..spec("g", rank, 3, LONG) })
     });
     for outcome in &outcomes {
-        let Error { kind, message } = error(outcome);
-        assert_eq!(*kind, ErrorKind::Config);
-        assert!(message.contains("its rank 0 lists [0, 1, 2], its rank 2 [3, 4, 2]"), "{message}");
+        refused(outcome, ErrorKind::Config, "its rank 0 lists [0, 1, 2], its rank 2 [3, 4, 2]");
     }
 }
 
@@ -204,8 +173,7 @@ fn a_late_rank_learns_why_the_others_left() {
     let started = Instant::now();
     let outcome = join(&store, &spec("g", 1, 2, LONG));
     assert!(started.elapsed() < SOON);
-    assert_eq!(error(&outcome).kind, ErrorKind::Timeout);
-    assert!(error(&outcome).message.contains("for rank 1 to join"), "{outcome:?}");
+    refused(&outcome, ErrorKind::Timeout, "for rank 1 to join");
 }
 
 /// Blocks requests that write, whatever their timeout, until it is released.
@@ -264,21 +232,13 @@ fn disagreeing_ranks_all_raise_the_same() {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
     let uid = format!("\"uid\":{}", rustix::process::geteuid().as_raw());
     let cases = [
-        (
-            version.as_str(),
-            "\"version\":\"9.9.9\"",
-            "ranks 0 and 2 run different versions of torch-symm",
-        ),
-        ("\"protocol\":3", "\"protocol\":77", "ranks 0 and 2 run different versions of torch-symm"),
-        (boot.trim(), "another-kernel", "ranks 0 and 2 run on different nodes"),
-        (uid.as_str(), "\"uid\":54321", "ranks 0 and 2 run as different users"),
-        (
-            "\"segment_bytes\":8192",
-            "\"segment_bytes\":1",
-            "ranks 0 and 2 disagree on the shared memory",
-        ),
-        ("\"order\":\"rank\"", "\"order\":\"tree\"", "ranks 0 and 2 disagree on the order of sums"),
-        ("\"size\":3", "\"size\":5", "ranks 0 and 2 disagree on the size"),
+        (version.as_str(), "\"version\":\"9.9.9\"", "run different versions of torch-symm"),
+        ("\"protocol\":3", "\"protocol\":77", "run different versions of torch-symm"),
+        (boot.trim(), "another-kernel", "run on different nodes"),
+        (uid.as_str(), "\"uid\":54321", "run as different users"),
+        ("\"segment_bytes\":8192", "\"segment_bytes\":1", "disagree on the shared memory"),
+        ("\"order\":\"rank\"", "\"order\":\"tree\"", "disagree on the order of sums"),
+        ("\"size\":3", "\"size\":5", "disagree on the size"),
     ];
     for (from, to, expected) in cases {
         let store = MemoryStore::new();
@@ -290,15 +250,9 @@ fn disagreeing_ranks_all_raise_the_same() {
         });
         assert!(started.elapsed() < SOON);
         for outcome in &outcomes {
-            assert_eq!(error(outcome).kind, ErrorKind::Config);
-            assert!(error(outcome).message.contains(expected), "{outcome:?}");
+            refused(outcome, ErrorKind::Config, &format!("ranks 0 and 2 {expected}"));
         }
     }
-}
-
-#[test]
-fn ranks_told_different_sizes_do_not_wait_for_their_deadline() {
-    let Some(_flat) = Flat::start() else { return };
     let store = MemoryStore::new();
     let started = Instant::now();
     // Rank 1 waits for ranks 2 and 3, which never arrive.
@@ -326,13 +280,8 @@ fn memory_that_rank_0_cannot_have_is_told_to_all_with_what_is_free() {
         1u64 << 60
     );
     for outcome in &outcomes {
-        let error = error(outcome);
-        assert!(
-            error.kind == ErrorKind::Config
-                && error.message.starts_with(&expected)
-                && error.message.contains(" are free "),
-            "{error}"
-        );
+        refused(outcome, ErrorKind::Config, " are free ");
+        assert!(error(outcome).message.starts_with(&expected), "{outcome:?}");
     }
 }
 

@@ -8,6 +8,7 @@ mod process;
 mod stores;
 
 mod fault_points;
+mod jobs;
 mod threads;
 
 mod duplicate_ranks;

@@ -1,16 +1,15 @@
 //! Joining with a rank that is killed before each of its system calls in turn: the others get an
 //! error, leave nothing behind, and join again.
-//!
-//! Each rank is a process of the test program.
 
 use crate::fault_points::{self, Steps, die, monotonic};
-use crate::process::{process, role};
+use crate::jobs::{Job, RANKS, open, say};
+use crate::process::role;
+use crate::stores::{LONG, eventually};
 use crate::threads::threads_named;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::io::Write;
 use std::path::PathBuf;
-use std::process::{Child, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use symm::bootstrap::JoinOptions;
@@ -19,14 +18,10 @@ use symm::dtype::SumOrder;
 use symm::error::ErrorKind;
 use symm::group::Group;
 use symm::store::Store;
-use symm::store::file::FileStore;
 use symm::sys::required;
 
-const RANKS: u32 = 4;
 /// Timeout of the join during which a rank is killed.
 const TIMEOUT: Duration = Duration::from_millis(1500);
-/// Timeout of everything that must work.
-const LONG: Duration = Duration::from_secs(30);
 /// Number of concurrent jobs for each victim.
 const JOBS: usize = 4;
 
@@ -93,15 +88,6 @@ impl Held {
     }
 }
 
-/// Returns once `done` is true, which must happen within `LONG`.
-fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
-    let give_up = Instant::now() + LONG;
-    while !done() {
-        assert!(Instant::now() < give_up, "waited {LONG:?} for {what}");
-        std::thread::sleep(Duration::from_millis(2));
-    }
-}
-
 impl Role {
     fn join(&self, store: &dyn Store, timeout: Duration) -> symm::error::Result<Group> {
         let options = JoinOptions {
@@ -122,11 +108,8 @@ impl Role {
         self.say("again", &outcome.map_err(|error| error.message).err());
     }
 
-    /// Written atomically, because others wait for the file.
-    fn say<T: Serialize>(&self, what: &str, value: &T) {
-        let (draft, path) = (format!("draft.{}", self.rank), format!("{what}.{}", self.rank));
-        std::fs::write(self.dir.join(&draft), serde_json::to_vec(value).unwrap()).unwrap();
-        std::fs::rename(self.dir.join(draft), self.dir.join(path)).unwrap();
+    fn say(&self, what: &str, value: &impl Serialize) {
+        say(&self.dir, &format!("{what}.{}", self.rank), value);
     }
 }
 
@@ -135,7 +118,7 @@ impl Role {
 #[ignore = "the other tests start it"]
 fn rank_process() {
     let Some(role) = role::<Role>() else { return };
-    let store = FileStore::open(&role.dir.join("store"), RANKS).unwrap();
+    let store = open(&role.dir);
     match role.part {
         Part::Victim { last } => {
             let died = File::create(role.dir.join("died")).unwrap();
@@ -157,17 +140,9 @@ fn rank_process() {
             });
             let (at, seconds) = (monotonic(), started.elapsed().as_secs_f64());
             let error = outcome.unwrap_or_else(Some).unwrap();
-            role.say(
-                "report",
-                &Report {
-                    kind: error.kind as u8,
-                    message: error.message,
-                    seconds,
-                    at,
-                    left: before.left(),
-                },
-            );
-            wait_for("the successor", || role.dir.join("go").exists());
+            let (kind, message, left) = (error.kind as u8, error.message, before.left());
+            role.say("report", &Report { kind, message, seconds, at, left });
+            eventually("the successor", || role.dir.join("go").exists());
             role.meet_again(&store);
             assert_eq!(before.left(), "");
         }
@@ -175,73 +150,40 @@ fn rank_process() {
     }
 }
 
-/// A temporary directory, removed at the end; and the processes, killed at the end.
-struct Job {
-    dir: PathBuf,
-    store: FileStore,
-    ranks: Vec<Child>,
-}
-
-impl Job {
-    fn new(name: &str) -> Self {
-        let dir =
-            std::env::temp_dir().join(format!("symm-killed-joining-{}-{name}", std::process::id()));
-        std::fs::create_dir_all(&dir).unwrap();
-        let store = FileStore::open(&dir.join("store"), RANKS).unwrap();
-        Self { dir, store, ranks: Vec::new() }
-    }
-
-    fn start(&mut self, rank: u32, part: Part) -> &mut Child {
-        let role = Role { dir: self.dir.clone(), rank, part };
-        self.ranks.push(
-            process("rank_death::rank_process", &role).stdout(Stdio::null()).spawn().unwrap(),
-        );
-        self.ranks.last_mut().unwrap()
-    }
-
-    fn read<T: serde::de::DeserializeOwned>(&self, name: &str) -> T {
-        let path = self.dir.join(name);
-        wait_for(name, || path.exists());
-        serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
-    }
-}
-
-impl Drop for Job {
-    fn drop(&mut self) {
-        for child in &mut self.ranks {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-        let _ = std::fs::remove_dir_all(&self.dir);
-    }
-}
-
-/// Runs one job whose `victim` is killed before its step `last`; returns true if it reached that
-/// step.
-fn killed_at(victim: u32, last: u64) -> bool {
-    let mut job = Job::new(&format!("{victim}-{last}"));
+/// Runs one job whose `victim` is killed before its step `last`. Returns true if it reached that
+/// step, and the number of ranks whose error says that it was killed.
+fn killed_at(victim: u32, last: u64) -> (bool, u64) {
+    let mut job = Job::new();
+    let dir = job.dir.path().to_owned();
+    let start = |job: &mut Job, rank: u32, part| {
+        job.start("rank_death::rank_process", rank, &Role { dir: dir.clone(), rank, part });
+    };
     // Alternately, all others already wait for the victim, or all start together in any order.
     let awaited = last.is_multiple_of(2);
     let others = (0..RANKS).filter(|rank| *rank != victim);
     for rank in others.clone() {
-        job.start(rank, Part::Survivor);
+        start(&mut job, rank, Part::Survivor);
     }
     if awaited {
-        wait_for("the survivors' records", || {
-            job.store.num_keys().unwrap() >= i64::from(RANKS) - 1
-        });
+        eventually("the survivors' records", || job.keys() >= i64::from(RANKS) - 1);
     }
-    let child = job.start(victim, Part::Victim { last });
-    let pid = child.id();
-    child.wait().unwrap();
-    let died: u64 = job.read("died");
+    start(&mut job, victim, Part::Victim { last });
+    let pid = job.pid(victim);
+    job.ranks.pop().unwrap().1.wait().unwrap();
+    let died: u64 = job.take("died");
     let record = job.store.check(&[&format!("symm/g/0/{victim}")]).unwrap();
-    let lived = job.dir.join(format!("lived.{victim}")).exists();
+    let lived = dir.join(format!("lived.{victim}")).exists();
     if lived {
-        assert_eq!(job.read::<Option<String>>(&format!("lived.{victim}")), None);
+        assert_eq!(job.take::<Option<String>>(&format!("lived.{victim}")), None);
     }
-    for rank in others.clone() {
-        let report: Report = job.read(&format!("report.{rank}"));
+    let killed = format!(
+        "rank {victim} (pid {pid}) ended while joining group \"g\" of 4 ranks: killed by signal 9 \
+         (SIGKILL)"
+    );
+    let mut told = 0;
+    for rank in others {
+        let report: Report = job.take(&format!("report.{rank}"));
+        told += u64::from(report.message == killed);
         let case = format!(
             "rank {rank} after the end of rank {victim} before its step {last}: {report:?}"
         );
@@ -264,26 +206,23 @@ fn killed_at(victim: u32, last: u64) -> bool {
         assert!(report.seconds < TIMEOUT.as_secs_f64() + 1.0, "{case}");
         assert_eq!(report.left, "", "{case}");
     }
-    job.start(victim, Part::Successor);
-    File::create(job.dir.join("go")).unwrap();
+    start(&mut job, victim, Part::Successor);
+    File::create(dir.join("go")).unwrap();
     for rank in 0..RANKS {
-        let error: Option<String> = job.read(&format!("again.{rank}"));
+        let error: Option<String> = job.take(&format!("again.{rank}"));
         assert_eq!(
             error, None,
             "rank {rank} in the group after the one that rank {victim} left before its step {last}"
         );
     }
-    for child in job.ranks.iter_mut().skip(RANKS as usize - 1) {
-        child.wait().unwrap();
-    }
-    for child in job.ranks.iter_mut().take(RANKS as usize - 1) {
+    for (rank, child) in &mut job.ranks {
         assert!(
             child.wait().unwrap().success(),
-            "a survivor of the end of rank {victim} before its step {last} keeps something"
+            "rank {rank} keeps something after the end of rank {victim} before its step {last}"
         );
     }
-    assert_eq!(job.store.num_keys().unwrap(), 0);
-    !lived
+    assert_eq!(job.keys(), 0);
+    (!lived, told)
 }
 
 // proves P15
@@ -298,21 +237,30 @@ fn a_rank_killed_before_any_step_is_named_and_nothing_is_left() {
         return;
     }
     let started = Instant::now();
-    let victims: Vec<[AtomicU64; 2]> =
-        (0..RANKS).map(|_| [AtomicU64::new(1), AtomicU64::new(0)]).collect();
+    // The next step, the number of steps reached, and of errors that say that the rank was killed.
+    let victims: Vec<[AtomicU64; 3]> = (0..RANKS).map(|_| Default::default()).collect();
     std::thread::scope(|scope| {
-        for (victim, [next, reached]) in (0..RANKS).zip(&victims) {
+        for (victim, [next, reached, told]) in (0..RANKS).zip(&victims) {
             for _ in 0..JOBS {
                 scope.spawn(move || {
-                    while killed_at(victim, next.fetch_add(1, Ordering::Relaxed)) {
+                    loop {
+                        let step = next.fetch_add(1, Ordering::Relaxed) + 1;
+                        let (killed, ranks) = killed_at(victim, step);
+                        told.fetch_add(ranks, Ordering::Relaxed);
+                        if !killed {
+                            break;
+                        }
                         reached.fetch_add(1, Ordering::Relaxed);
                     }
                 });
             }
         }
     });
-    let reached: Vec<u64> =
-        victims.iter().map(|[_, reached]| reached.load(Ordering::Relaxed)).collect();
+    let count = |index: usize| -> Vec<u64> {
+        victims.iter().map(|counts| counts[index].load(Ordering::Relaxed)).collect()
+    };
+    let (reached, told) = (count(1), count(2));
     assert!(reached.iter().all(|&steps| steps > 50), "{reached:?} steps of joining");
+    assert!(told.iter().all(|&ranks| ranks > 0), "{told:?} ranks say that the victim was killed");
     eprintln!("steps killed at, by rank: {reached:?}, {:?}", started.elapsed());
 }

@@ -2,14 +2,14 @@
 
 use crate::process::alone;
 use rustix::fd::OwnedFd;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 use serde_json::Value;
 use std::process::{Child, Command};
 use std::thread;
 use std::time::{Duration, Instant};
 use symm::bootstrap::{JoinSpec, Joined, join};
 use symm::dtype::SumOrder;
-use symm::error::{Error, Result};
+use symm::error::{Error, ErrorKind, Result};
 use symm::rank::Rank;
 use symm::store::Store;
 use symm::store::memory::MemoryStore;
@@ -91,6 +91,23 @@ pub(crate) fn error(outcome: &Result<Joined>) -> &Error {
     outcome.as_ref().expect_err("must not join")
 }
 
+/// Asserts that `outcome` is an error of this kind that contains `part`.
+pub(crate) fn refused(outcome: &Result<Joined>, kind: ErrorKind, part: &str) {
+    let error = error(outcome);
+    assert!(error.kind == kind && error.message.contains(part), "{error}");
+}
+
+/// Both ranks of group "g".
+pub(crate) fn pair(store: &MemoryStore) -> Vec<Joined> {
+    let outcomes = threads(0..2, |rank| join(store, &spec("g", rank, 2, LONG)));
+    outcomes.into_iter().map(|outcome| outcome.unwrap()).collect()
+}
+
+/// The record of rank 0 of group "g", as it publishes it.
+pub(crate) fn record_of_leader(store: &MemoryStore) -> Value {
+    serde_json::from_slice(&store.get("symm/g/0/0", Some(LONG)).unwrap()).unwrap()
+}
+
 /// A store in which one rank's record appears changed to the others, but unchanged to the rank
 /// itself.
 pub(crate) struct Doctored<'a> {
@@ -135,6 +152,7 @@ pub(crate) fn put(store: &MemoryStore, rank: u32, record: &Value) {
     store.compare_set(&format!("symm/g/0/{rank}"), b"", &bytes).unwrap();
 }
 
+/// A process that lives, and when it started.
 pub(crate) fn sleeper() -> (Child, u64) {
     let child = Command::new("sleep").arg("60").spawn().unwrap();
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap();
@@ -168,9 +186,23 @@ pub(crate) fn socket(flags: SocketFlags) -> OwnedFd {
     .unwrap()
 }
 
-pub(crate) fn connect(name: &str) -> OwnedFd {
+/// A connection to the rank 0 that published `record`.
+pub(crate) fn connect(record: &Value) -> OwnedFd {
+    let name = record["socket"].as_str().unwrap();
+    let address = SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap();
     let socket = socket(SocketFlags::empty());
-    rustix::net::connect(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap())
-        .unwrap();
+    rustix::net::connect(&socket, &address).unwrap();
     socket
+}
+
+pub(crate) fn send(socket: &OwnedFd, message: &[u8]) {
+    rustix::net::send(socket, message, SendFlags::NOSIGNAL).unwrap();
+}
+
+/// The next message, empty at the end.
+pub(crate) fn receive(socket: &OwnedFd) -> Vec<u8> {
+    let mut answer = vec![0; 4096];
+    let (_, length) = rustix::net::recv(socket, &mut answer[..], RecvFlags::empty()).unwrap();
+    answer.truncate(length);
+    answer
 }

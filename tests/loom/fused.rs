@@ -2,16 +2,14 @@
 //! overwritten two calls later, without a barrier in between.
 
 use super::failure::Thirty2;
-use super::{Cell, model};
-use loom::sync::Arc;
+use super::signals::Side;
+use super::{Cell, both, cells};
 use loom::sync::atomic::{AtomicU32, Ordering};
 use loom::thread;
-use symm::error::Result;
 use symm::fused::schedule::{self, PadChannel, StreamStep};
 use symm::fused::workspace::{CallStart, Workspace};
 use symm::fused::{GatherPlan, ShardBatch};
-use symm::rank::Rank;
-use symm::window::signal_host::{Words, meet};
+use symm::window::signal_host::meet;
 
 const RANKS: usize = 2;
 const PIECES: usize = 2;
@@ -21,33 +19,6 @@ const BYTES: usize = 1;
 struct Memory {
     parts: [[[Cell; RANKS]; PIECES]; RANKS],
     words: [[Thirty2; 4]; RANKS],
-}
-
-/// A rank's words of a channel.
-struct Side<'a> {
-    memory: &'a Memory,
-    me: usize,
-    channel: PadChannel,
-}
-
-impl Words for Side<'_> {
-    type Word = Thirty2;
-    fn peers(&self) -> impl Iterator<Item = Rank> {
-        std::iter::once(Rank(1 - self.me as u32))
-    }
-    fn outward(&self, peer: Rank) -> &Thirty2 {
-        &self.memory.words[peer.index()][self.channel as usize]
-    }
-    fn inward(&self, _: Rank) -> &Thirty2 {
-        &self.memory.words[self.me][self.channel as usize]
-    }
-    fn wait(&self, missing: impl Fn(Rank) -> bool) -> Result<()> {
-        while self.peers().any(&missing) {
-            thread::yield_now();
-        }
-        Ok(())
-    }
-    fn wake(&self) {}
 }
 
 /// As in `SignalPads::put` and `SignalPads::wait`: changes the word once the other rank has set it
@@ -74,7 +45,7 @@ fn value(call: usize, rank: usize, of: usize) -> u64 {
 /// calls order the ranks.
 fn run(memory: &Memory, me: usize, ops: &[Op], turns: fn(usize) -> usize) {
     let peer = 1 - me;
-    let side = |channel| Side { memory, me, channel };
+    let word = |rank: usize, channel: PadChannel| &memory.words[rank][channel as usize];
     let mut workspace = Workspace::new(true);
     for (call, op) in ops.iter().enumerate() {
         let turn = loop {
@@ -94,24 +65,14 @@ fn run(memory: &Memory, me: usize, ops: &[Op], turns: fn(usize) -> usize) {
         };
         for step in steps {
             match (step, op) {
-                (
-                    StreamStep::Mark(..)
-                    | StreamStep::After(..)
-                    | StreamStep::OwnRows(_)
-                    | StreamStep::Multiply(_),
-                    Op::Gather,
-                ) => {}
-                (
-                    StreamStep::Mark(..) | StreamStep::After(..) | StreamStep::OwnRows(_),
-                    Op::Scatter,
-                ) => {}
-                (StreamStep::Barrier(_, channel), _) => meet(&side(channel)).unwrap(),
-                (StreamStep::Signal(to), _) => {
-                    change(&memory.words[to][PadChannel::Part as usize], 0, 1)
+                (StreamStep::Multiply(_), Op::Gather)
+                | (StreamStep::Mark(..) | StreamStep::After(..) | StreamStep::OwnRows(_), _) => {}
+                (StreamStep::Barrier(_, channel), _) => {
+                    let (inward, outward) = (word(me, channel), word(peer, channel));
+                    meet(&Side { inward, outward, me }).unwrap()
                 }
-                (StreamStep::Wait(_), _) => {
-                    change(&memory.words[me][PadChannel::Part as usize], 1, 0)
-                }
+                (StreamStep::Signal(to), _) => change(word(to, PadChannel::Part), 0, 1),
+                (StreamStep::Wait(_), _) => change(word(me, PadChannel::Part), 1, 0),
                 (StreamStep::Share, _) => memory.parts[me][piece][0].write(value(call, me, 0)),
                 (StreamStep::Multiply(ranks), Op::Scatter) => {
                     memory.parts[me][piece][ranks.start].write(value(call, me, ranks.start));
@@ -124,29 +85,25 @@ fn run(memory: &Memory, me: usize, ops: &[Op], turns: fn(usize) -> usize) {
     }
 }
 
-fn both(preemptions: usize, ops: &'static [Op], turns: fn(usize) -> usize) {
-    model(preemptions, move || {
-        let cells = |_| std::array::from_fn(|_| std::array::from_fn(|_| Cell::new()));
-        let words = |_| std::array::from_fn(|_| Thirty2(AtomicU32::new(0)));
-        let memory = Arc::new(Memory { parts: [0, 1].map(cells), words: [0, 1].map(words) });
-        let other = Arc::clone(&memory);
-        let thread = thread::spawn(move || run(&other, 1, ops, turns));
-        run(&memory, 0, ops, turns);
-        thread.join().unwrap();
-    });
+fn calls(ops: &'static [Op], turns: fn(usize) -> usize) {
+    let make = || Memory {
+        parts: [(); RANKS].map(|()| [(); PIECES].map(|()| cells())),
+        words: [(); RANKS].map(|()| [(); 4].map(|()| Thirty2(AtomicU32::new(0)))),
+    };
+    both(2, make, move |memory, me| run(memory, me, ops, turns));
 }
 
 #[test]
 fn two_pieces_suffice_without_a_barrier_at_a_call_s_end() {
-    both(2, &[Op::Gather, Op::Gather, Op::Gather], |piece| piece);
-    both(2, &[Op::Scatter, Op::Scatter, Op::Scatter], |piece| piece);
+    calls(&[Op::Gather, Op::Gather, Op::Gather], |piece| piece);
+    calls(&[Op::Scatter, Op::Scatter, Op::Scatter], |piece| piece);
     // Each kind between two calls of the other kind, whose pieces it must not touch.
-    both(2, &[Op::Gather, Op::Scatter, Op::Gather], |piece| piece);
-    both(2, &[Op::Scatter, Op::Gather, Op::Scatter], |piece| piece);
+    calls(&[Op::Gather, Op::Scatter, Op::Gather], |piece| piece);
+    calls(&[Op::Scatter, Op::Gather, Op::Scatter], |piece| piece);
 }
 
 #[test]
 #[should_panic(expected = "Causality violation")]
 fn one_piece_does_not() {
-    both(2, &[Op::Gather, Op::Gather], |_| 0);
+    calls(&[Op::Gather, Op::Gather], |_| 0);
 }

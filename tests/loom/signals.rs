@@ -2,8 +2,7 @@
 //! cleared before any rank may set its words.
 
 use super::failure::Thirty2;
-use super::{Cell, Word, model};
-use loom::sync::Arc;
+use super::{Cell, Word, both, cells, words};
 use loom::sync::atomic::{AtomicU32, Ordering};
 use loom::thread;
 use symm::error::Result;
@@ -19,40 +18,33 @@ struct Pads {
 }
 
 impl Pads {
-    fn new(stale: u32) -> Arc<Self> {
-        let word = |_| Thirty2(AtomicU32::new(stale));
-        Arc::new(Self {
-            words: [0, 1].map(word),
-            data: [Cell::new(), Cell::new()],
-            known: [Word::new(), Word::new()],
-        })
+    fn new(stale: u32) -> Self {
+        let word = |()| Thirty2(AtomicU32::new(stale));
+        Self { words: [(); 2].map(word), data: cells(), known: words() }
     }
 
-    /// Runs `body` as both ranks.
-    fn run(stale: u32, body: fn(&Side)) {
-        let pads = Self::new(stale);
-        let other = Side { pads: Arc::clone(&pads), me: 1 };
-        let thread = thread::spawn(move || body(&other));
-        body(&Side { pads, me: 0 });
-        thread.join().unwrap();
+    fn meet(&self, me: usize) {
+        meet(&Side { inward: &self.words[me], outward: &self.words[1 - me], me }).unwrap();
     }
 }
 
-struct Side {
-    pads: Arc<Pads>,
-    me: usize,
+/// The words of a rank's pad and of its peer's pad.
+pub(super) struct Side<'a> {
+    pub(super) inward: &'a Thirty2,
+    pub(super) outward: &'a Thirty2,
+    pub(super) me: usize,
 }
 
-impl Words for Side {
+impl Words for Side<'_> {
     type Word = Thirty2;
     fn peers(&self) -> impl Iterator<Item = Rank> {
         std::iter::once(Rank(1 - self.me as u32))
     }
-    fn outward(&self, peer: Rank) -> &Thirty2 {
-        &self.pads.words[peer.index()]
+    fn outward(&self, _: Rank) -> &Thirty2 {
+        self.outward
     }
     fn inward(&self, _: Rank) -> &Thirty2 {
-        &self.pads.words[self.me]
+        self.inward
     }
     fn wait(&self, missing: impl Fn(Rank) -> bool) -> Result<()> {
         while self.peers().any(&missing) {
@@ -65,32 +57,36 @@ impl Words for Side {
 
 #[test]
 fn a_barrier_s_words_serve_the_next_one_at_once() {
-    model(3, || {
-        Pads::run(0, |side| {
+    both(
+        3,
+        || Pads::new(0),
+        |pads, me| {
             for round in 1..=2 {
-                side.pads.data[side.me].write(round);
-                meet(side).unwrap();
-                assert_eq!(side.pads.data[1 - side.me].read(), round);
-                meet(side).unwrap();
+                pads.data[me].write(round);
+                pads.meet(me);
+                assert_eq!(pads.data[1 - me].read(), round);
+                pads.meet(me);
             }
-        });
-    });
+        },
+    );
 }
 
 /// A reused pad may hold an old signal: its owner clears it before the ranks meet, and no rank
 /// signals earlier.
 #[test]
 fn a_pad_is_clear_before_it_is_known() {
-    model(3, || {
-        Pads::run(1, |side| {
-            side.pads.words[side.me].0.store(0, Ordering::Relaxed);
-            side.pads.known[side.me].publish(1);
-            while side.pads.known[1 - side.me].observe() != 1 {
+    both(
+        3,
+        || Pads::new(1),
+        |pads, me| {
+            pads.words[me].0.store(0, Ordering::Relaxed);
+            pads.known[me].publish(1);
+            while pads.known[1 - me].observe() != 1 {
                 thread::yield_now();
             }
-            side.pads.data[side.me].write(7);
-            meet(side).unwrap();
-            assert_eq!(side.pads.data[1 - side.me].read(), 7);
-        });
-    });
+            pads.data[me].write(7);
+            pads.meet(me);
+            assert_eq!(pads.data[1 - me].read(), 7);
+        },
+    );
 }

@@ -115,6 +115,14 @@ impl State {
         self.processes.iter().any(holds)
     }
 
+    /// True if at most one process of each number is in such a step.
+    fn one_of_each(&self, such: impl Fn(Step) -> bool) -> bool {
+        (0..RANKS).all(|number| {
+            let holds = |process: &&Process| process.number == number && such(process.step);
+            self.processes.iter().filter(holds).count() < 2
+        })
+    }
+
     fn lives(&self, process: usize) -> bool {
         !matches!(self.processes[process].step, Step::Dead | Step::Absent)
     }
@@ -212,16 +220,16 @@ impl State {
 
     /// A member that rank 0 finds exited or failed.
     fn left(&self) -> Option<usize> {
-        let members = self.processes[0].members;
-        members
-            .into_iter()
-            .skip(1)
-            .find(|&member| matches!(self.processes[member].step, Step::Dead | Step::Failed(_)))
+        self.processes[0].members.into_iter().skip(1).find(|&member| self.has_ended(member))
+    }
+
+    fn has_ended(&self, process: usize) -> bool {
+        matches!(self.processes[process].step, Step::Dead | Step::Failed(_))
     }
 
     fn answer(&mut self, number: usize) {
         let member = self.processes[0].members[number];
-        if matches!(self.processes[member].step, Step::Dead | Step::Failed(_)) {
+        if self.has_ended(member) {
             return self.fail(0, self.cause_of(member));
         }
         self.answers[member] = Some(Answer::Memory);
@@ -407,32 +415,12 @@ impl Model for Join {
                 !actions.is_empty() || state.processes.iter().all(|process| !waits(process.step))
             }),
             Property::always("no two ranks of one number", |_, state: &State| {
-                let holds = |process: &&Process| {
-                    matches!(process.step, Step::Meeting | Step::Joined | Step::Told)
-                };
-                (0..RANKS).all(|number| {
-                    state
-                        .processes
-                        .iter()
-                        .filter(holds)
-                        .filter(|process| process.number == number)
-                        .count()
-                        < 2
-                })
+                state.one_of_each(|step| matches!(step, Step::Meeting | Step::Joined | Step::Told))
             }),
             Property::always("no two claims of one number", |_, state: &State| {
-                let claims = |process: &&Process| {
-                    matches!(process.step, Step::Published | Step::Gathered | Step::Greeted)
-                };
-                (0..RANKS).all(|number| {
-                    state
-                        .processes
-                        .iter()
-                        .filter(claims)
-                        .filter(|process| process.number == number)
-                        .count()
-                        < 2
-                })
+                let claims =
+                    |step| matches!(step, Step::Published | Step::Gathered | Step::Greeted);
+                state.one_of_each(claims)
             }),
             Property::always("who is said to have died has", |_, state: &State| {
                 state.processes.iter().all(|process| match process.step {

@@ -54,3 +54,24 @@ pub(crate) fn process(test: &str, role: &impl Serialize) -> Command {
 pub(crate) fn role<T: DeserializeOwned>() -> Option<T> {
     std::env::var(ROLE).ok().map(|role| serde_json::from_str(&role).expect("written by `process`"))
 }
+
+/// Forks a child that runs `body` and exits with its result.
+pub(crate) fn fork(body: impl FnOnce() -> i32) -> libc::pid_t {
+    // SAFETY: tests call it in a process of their own. The child runs only `body`, which may
+    // allocate, because glibc repairs malloc in a child, and `_exit`, which takes any code.
+    unsafe {
+        let child = libc::fork();
+        if child == 0 {
+            libc::_exit(body());
+        }
+        child
+    }
+}
+
+/// Waits for a child of [`fork`]; returns its status, which is 0 if it has exited with 0.
+pub(crate) fn status_of(child: libc::pid_t) -> i32 {
+    let mut status = 0;
+    // SAFETY: `status` is valid for a write; `child` is a child of this process.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    status
+}

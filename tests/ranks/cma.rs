@@ -3,7 +3,7 @@
 //! because lost slices shorten every wait of a process.
 
 use crate::process::alone;
-use crate::threads::{input, span};
+use crate::threads::{input, map, memory, span};
 use std::sync::Arc;
 use std::time::Duration;
 use symm::coll::call::{Call, CallSpec, Collective, Span};
@@ -12,8 +12,6 @@ use symm::coll::plan::CpuThresholds;
 use symm::control::spin_budget::{PATIENCE, now};
 use symm::control::{ControlBlock, Identity};
 use symm::dtype::DType;
-use symm::mem::layout::SegmentLayout;
-use symm::mem::shm::ShmSegment;
 use symm::rank::Rank;
 use symm::sync::timeout::CallTimeout;
 
@@ -28,31 +26,18 @@ fn lose_slices() {
 /// Calls `body` with each rank's runner. All ranks use `pids` as the ids of the ranks' processes;
 /// `reads` says which ranks may read their peers' memory.
 fn with_runners(pids: &[u32], reads: &[bool], body: impl Fn(&mut CpuRunner, u32) + Sync) {
-    let n = pids.len();
-    let bytes = SegmentLayout::new(n).total_bytes();
-    let file = ShmSegment::create(bytes).unwrap();
+    let n = pids.len() as u32;
+    let file = memory(n);
     std::thread::scope(|scope| {
         for (rank, &reads) in (0..).zip(reads) {
-            let (file, body) = (file.try_clone().unwrap(), &body);
+            let (segment, body) = (map(&file, n), &body);
             scope.spawn(move || {
                 let members =
                     (0..).zip(pids).map(|(global, &pid)| Identity { pid, global }).collect();
-                let control = ControlBlock::new(
-                    ShmSegment::map(file, bytes).unwrap(),
-                    Rank(rank),
-                    "test".into(),
-                    members,
-                    1,
-                );
-                body(
-                    &mut CpuRunner::new(
-                        Arc::new(control),
-                        CpuThresholds::default(),
-                        Arc::default(),
-                    )
-                    .reading(reads),
-                    rank,
-                );
+                let control = ControlBlock::new(segment, Rank(rank), "test".into(), members, 1);
+                let (control, thresholds) = (Arc::new(control), CpuThresholds::default());
+                let runner = CpuRunner::new(control, thresholds, Arc::default());
+                body(&mut runner.reading(reads), rank);
             });
         }
     });
@@ -92,9 +77,7 @@ fn exchange(
         | Collective::AllReduce
         | Collective::Reduce
         | Collective::ReduceScatter
-        | Collective::AllReduceAddRmsNorm => {
-            vec![]
-        }
+        | Collective::AllReduceAddRmsNorm => unreachable!("not an exchange"),
     };
     let mut outputs: Vec<Vec<u8>> =
         senders.iter().map(|&from| vec![0xee; length(from, me)]).collect();
@@ -108,10 +91,8 @@ fn exchange(
     };
     let call = unsafe { Call::new(spec, Rank(me), n as usize) }.unwrap();
     runner.run(&call, &CallTimeout::from_first_wait(Duration::from_secs(60))).unwrap();
-    (
-        runner.last_algorithm(),
-        senders.iter().zip(&outputs).all(|(&from, output)| *output == data(from, me)),
-    )
+    let right = senders.iter().zip(&outputs).all(|(&from, output)| *output == data(from, me));
+    (runner.last_algorithm(), right)
 }
 
 const EXCHANGES: [Collective; 5] = [
@@ -122,54 +103,42 @@ const EXCHANGES: [Collective; 5] = [
     Collective::AllToAll,
 ];
 
-#[test]
-fn private_memory_is_read_where_slices_are_lost_and_all_may_read() {
-    if !alone() {
-        return;
-    }
-    for n in [2, 3, 5] {
-        with_runners(
-            &vec![std::process::id(); n as usize],
-            &vec![true; n as usize],
-            |runner, me| {
-                for op in EXCHANGES {
-                    lose_slices();
-                    assert_eq!(
-                        exchange(runner, op, me, n, LONG),
-                        ("read", true),
-                        "{op:?} on rank {me} of {n}"
-                    );
-                }
-            },
-        );
-    }
-    with_runners(&[std::process::id(); 2], &[true, false], |runner, me| {
-        for op in EXCHANGES {
-            lose_slices();
-            assert_eq!(exchange(runner, op, me, 2, LONG), ("staged", true), "{op:?} on rank {me}");
+/// Runs `ops` with messages of `bytes` bytes: those among `read` read peers' memory, and the others
+/// are staged. Slices are lost before each call if `loses` is true.
+fn check(
+    pids: &[u32],
+    reads: &[bool],
+    ops: &[Collective],
+    (bytes, loses): (usize, bool),
+    read: &[Collective],
+) {
+    let n = pids.len() as u32;
+    with_runners(pids, reads, |runner, me| {
+        for &op in ops {
+            if loses {
+                lose_slices();
+            }
+            let expected = if read.contains(&op) { "read" } else { "staged" };
+            let found = exchange(runner, op, me, n, bytes);
+            assert_eq!(found, (expected, true), "{op:?} of {bytes} bytes on rank {me} of {n}");
         }
     });
 }
 
 #[test]
-fn who_cannot_read_makes_all_pass_the_message_another_way() {
+fn private_memory_is_read_where_slices_are_lost_and_all_can_and_may_read() {
     if !alone() {
         return;
     }
+    let pid = std::process::id();
+    for n in [2, 3, 5] {
+        check(&vec![pid; n], &vec![true; n], &EXCHANGES, (LONG, true), &EXCHANGES);
+    }
+    check(&[pid; 2], &[true, false], &EXCHANGES, (LONG, true), &[]);
     // No process has the id of the root, which is the only reader in a gather.
-    let pids = [std::process::id(), 4_194_303, std::process::id()];
     for op in EXCHANGES {
-        let expected = if op == Collective::Gather { "read" } else { "staged" };
-        with_runners(&pids, &[true; 3], |runner, me| {
-            for _ in 0..2 {
-                lose_slices();
-                assert_eq!(
-                    exchange(runner, op, me, 3, LONG),
-                    (expected, true),
-                    "{op:?} on rank {me}"
-                );
-            }
-        });
+        let pids = [pid, 4_194_303, pid];
+        check(&pids, &[true; 3], &[op; 2], (LONG, true), &[Collective::Gather]);
     }
 }
 
@@ -178,6 +147,7 @@ fn messages_of_middle_length_are_read_by_few_ranks_with_cores_of_their_own() {
     if !alone() {
         return;
     }
+    let pid = std::process::id();
     let few = [Collective::AllToAll, Collective::AllGather];
     // Number of ranks, a length below the minimum that applies if slices are lost, and the
     // operations that read peers' memory.
@@ -191,18 +161,7 @@ fn messages_of_middle_length_are_read_by_few_ranks_with_cores_of_their_own() {
         (4, 131_073, &[]),
         (5, 60_000, &[]),
     ] {
-        with_runners(&vec![std::process::id(); n], &vec![true; n], |runner, me| {
-            for op in EXCHANGES {
-                let expected = if read.contains(&op) { "read" } else { "staged" };
-                assert_eq!(
-                    exchange(runner, op, me, n as u32, bytes),
-                    (expected, true),
-                    "{op:?} of {bytes} bytes on rank {me} of {n}"
-                );
-            }
-        });
+        check(&vec![pid; n], &vec![true; n], &EXCHANGES, (bytes, false), read);
     }
-    with_runners(&[std::process::id(); 2], &[true, false], |runner, me| {
-        assert_eq!(exchange(runner, Collective::AllGather, me, 2, 100_000), ("staged", true));
-    });
+    check(&[pid; 2], &[true, false], &[Collective::AllGather], (100_000, false), &[]);
 }

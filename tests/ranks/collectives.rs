@@ -102,6 +102,11 @@ impl Member<'_> {
         (self.given.used, self.taken.used) = (0, 0);
     }
 
+    /// [`Member::run`] of a collective that moves bytes.
+    fn transfer(&mut self, op: Collective, root: u32, inputs: Vec<Span>, outputs: Vec<Span>) {
+        self.run(op, DType::U8, ReduceOp::Sum, root, inputs, outputs);
+    }
+
     /// The inputs of rank `from`, consecutive, at an offset that differs by rank.
     fn give(&mut self, dtype: DType, from: u32, lengths: &[usize]) -> Vec<Span> {
         let spans = self.given.take(7 + 5 * self.rank as usize, lengths);
@@ -145,13 +150,8 @@ impl Member<'_> {
             .map(|r| if bytes == 0 { 0 } else { bytes + longer * r * dtype.size() })
             .collect();
         let own = self.rank as usize;
-        let expected = reduced(
-            dtype,
-            op,
-            &(0..self.n)
-                .map(|from| input(dtype, from, self.rank, lengths[own]))
-                .collect::<Vec<_>>(),
-        );
+        let given = (0..self.n).map(|from| input(dtype, from, self.rank, lengths[own]));
+        let expected = reduced(dtype, op, &given.collect::<Vec<_>>());
         for in_place in [false, true] {
             let inputs = self.give(dtype, self.rank, &lengths);
             let output = if in_place { inputs[own] } else { self.blank(&lengths[own..=own])[0] };
@@ -162,52 +162,47 @@ impl Member<'_> {
                 self.n
             );
             for (to, span) in (0..).zip(inputs).filter(|(to, _)| *to != self.rank) {
-                assert!(
-                    *bytes_of(span) == input(dtype, self.rank, to, span.bytes),
-                    "an input has changed"
-                );
+                let given = input(dtype, self.rank, to, span.bytes);
+                assert!(*bytes_of(span) == given, "an input has changed");
             }
         }
     }
 
     fn movements(&mut self, bytes: usize) {
-        let (dtype, sum, n, rank) = (DType::U8, ReduceOp::Sum, self.n, self.rank);
+        let (dtype, n, rank) = (DType::U8, self.n, self.rank);
         let (own, root, others) = (rank as usize, n / 2, 0..n);
         let what = |op| format!("{op} of {bytes} bytes to rank {rank} of {n}");
         let uneven = |from: u32| if bytes == 0 { 0 } else { bytes + from as usize };
 
         let inputs = if rank == root { self.give(dtype, rank, &[bytes]) } else { vec![] };
         let outputs = if rank == root { vec![] } else { self.blank(&[bytes]) };
-        self.run(Collective::Broadcast, dtype, sum, root, inputs, outputs.clone());
-        assert!(
-            outputs.iter().all(|span| *bytes_of(*span) == input(dtype, root, 0, bytes)),
-            "{}",
-            what("broadcast")
-        );
+        self.transfer(Collective::Broadcast, root, inputs, outputs.clone());
+        let sent = input(dtype, root, 0, bytes);
+        assert!(outputs.iter().all(|span| *bytes_of(*span) == sent), "{}", what("broadcast"));
 
         let lengths: Vec<usize> = others.clone().map(uneven).collect();
         let gathered = |outputs: &[Span]| {
             (0..).zip(outputs).all(|(r, span)| *bytes_of(*span) == input(dtype, r, 0, span.bytes))
         };
         let (inputs, outputs) = (self.give(dtype, rank, &lengths[own..=own]), self.blank(&lengths));
-        self.run(Collective::AllGather, dtype, sum, 0, inputs, outputs.clone());
+        self.transfer(Collective::AllGather, 0, inputs, outputs.clone());
         assert!(gathered(&outputs), "{}", what("all_gather"));
         // In place: the input is a part of the output, at the place of this rank.
         let outputs = self.given.take(own, &lengths);
         outputs.iter().for_each(|span| bytes_of(*span).fill(0xee));
         bytes_of(outputs[own]).copy_from_slice(&input(dtype, rank, 0, lengths[own]));
-        self.run(Collective::AllGather, dtype, sum, 0, vec![outputs[own]], outputs.clone());
+        self.transfer(Collective::AllGather, 0, vec![outputs[own]], outputs.clone());
         assert!(gathered(&outputs), "{}", what("all_gather in place"));
 
         let outputs = if rank == root { self.blank(&vec![bytes; n as usize]) } else { vec![] };
         let inputs = self.give(dtype, rank, &[bytes]);
-        self.run(Collective::Gather, dtype, sum, root, inputs, outputs.clone());
+        self.transfer(Collective::Gather, root, inputs, outputs.clone());
         assert!(gathered(&outputs), "{}", what("gather"));
 
         let inputs =
             if rank == root { self.give(dtype, rank, &vec![bytes; n as usize]) } else { vec![] };
         let outputs = self.blank(&[bytes]);
-        self.run(Collective::Scatter, dtype, sum, root, inputs, outputs.clone());
+        self.transfer(Collective::Scatter, root, inputs, outputs.clone());
         assert!(*bytes_of(outputs[0]) == input(dtype, root, rank, bytes), "{}", what("scatter"));
 
         // Every pair has a different length; one is zero.
@@ -216,7 +211,7 @@ impl Member<'_> {
         let sent: Vec<usize> = others.clone().map(|to| pair(rank, to)).collect();
         let got: Vec<usize> = others.map(|from| pair(from, rank)).collect();
         let (inputs, outputs) = (self.give(dtype, rank, &sent), self.blank(&got));
-        self.run(Collective::AllToAll, dtype, sum, 0, inputs, outputs.clone());
+        self.transfer(Collective::AllToAll, 0, inputs, outputs.clone());
         let exchanged = |outputs: &[Span]| {
             (0..)
                 .zip(outputs)
@@ -225,7 +220,7 @@ impl Member<'_> {
         assert!(exchanged(&outputs), "{}", what("all_to_all"));
         // In place, so peers must not read memory that this rank overwrites.
         let spans = self.give(dtype, rank, &vec![bytes; n as usize]);
-        self.run(Collective::AllToAll, dtype, sum, 0, spans.clone(), spans.clone());
+        self.transfer(Collective::AllToAll, 0, spans.clone(), spans.clone());
         assert!(exchanged(&spans), "{}", what("all_to_all in place"));
     }
 }
@@ -290,14 +285,10 @@ fn reductions_of_every_dtype_and_op() {
         with_members(n, symmetric, |member| {
             for &dtype in DType::ALL {
                 for &op in ReduceOp::ALL.iter().filter(|op| cpu::supports(**op, dtype).is_ok()) {
-                    for count in counts {
-                        member.all_reduce(dtype, op, count * dtype.size());
-                        member.reduce_scatter(
-                            dtype,
-                            op,
-                            count * dtype.size(),
-                            usize::from(symmetric == Symmetric::All),
-                        );
+                    let longer = usize::from(symmetric == Symmetric::All);
+                    for bytes in counts.iter().map(|count| count * dtype.size()) {
+                        member.all_reduce(dtype, op, bytes);
+                        member.reduce_scatter(dtype, op, bytes, longer);
                     }
                 }
             }
@@ -344,48 +335,35 @@ fn no_rank_returns_while_another_reads_its_tensor() {
             let spans = member.given.take(0, &[40_000]);
             bytes_of(spans[0]).fill((turn + member.rank) as u8);
             if turn % 2 == 0 {
-                member.run(
-                    Collective::AllReduce,
-                    DType::U8,
-                    ReduceOp::Sum,
-                    0,
-                    spans.clone(),
-                    spans.clone(),
-                );
+                member.transfer(Collective::AllReduce, 0, spans.clone(), spans.clone());
                 let sum = (0..n).fold(0u8, |sum, rank| sum.wrapping_add((turn + rank) as u8));
                 assert!(bytes_of(spans[0]).iter().all(|&byte| byte == sum), "turn {turn}");
             } else {
                 let outputs = member.taken.take(0, &vec![40_000; n as usize]);
-                member.run(
-                    Collective::AllGather,
-                    DType::U8,
-                    ReduceOp::Sum,
-                    0,
-                    spans.clone(),
-                    outputs.clone(),
-                );
+                member.transfer(Collective::AllGather, 0, spans.clone(), outputs.clone());
                 bytes_of(spans[0]).fill(0xaa);
-                for (rank, span) in (0..).zip(&outputs) {
-                    assert!(
-                        bytes_of(*span).iter().all(|&byte| byte == (turn + rank) as u8),
-                        "turn {turn}"
-                    );
+                for (value, span) in (turn..).zip(&outputs) {
+                    assert!(bytes_of(*span).iter().all(|&byte| byte == value as u8), "turn {turn}");
                 }
             }
         }
     });
 }
 
+/// Sums `data` of all ranks in place.
+fn all_reduce(group: &Group, data: &mut [i32]) {
+    let span = vec![span(data)];
+    let spec = call(Collective::AllReduce, DType::I32, span.clone(), span);
+    run(group, spec, None).expect("all_reduce");
+}
+
 #[test]
 fn many_small_calls_of_mixed_kinds_keep_their_order() {
     with_ranks(4, |group, rank| {
-        for i in 0..2000u32 {
-            let bytes = [4, 64, 12_000, 100][i as usize % 4];
-            let mut data = vec![i.wrapping_mul(rank + 1); bytes / 4];
-            let span = vec![span(&mut data)];
-            run(group, call(Collective::AllReduce, DType::I32, span.clone(), span), None)
-                .expect("all_reduce");
-            assert!(data.iter().all(|&value| value == i.wrapping_mul(10)), "call {i}");
+        for i in 0..2000 {
+            let mut data = vec![i * (rank as i32 + 1); [1, 16, 3000, 25][i as usize % 4]];
+            all_reduce(group, &mut data);
+            assert!(data.iter().all(|&value| value == 10 * i), "call {i}");
         }
     });
 }
@@ -395,10 +373,8 @@ fn more_ranks_than_cores_do_not_collapse() {
     let begin = Instant::now();
     with_ranks(16, |group, _| {
         for _ in 0..50 {
-            let mut data = vec![1i32; 5000];
-            let span = vec![span(&mut data)];
-            run(group, call(Collective::AllReduce, DType::I32, span.clone(), span), None)
-                .expect("all_reduce");
+            let mut data = vec![1; 5000];
+            all_reduce(group, &mut data);
             assert!(data.iter().all(|&value| value == 16));
         }
     });

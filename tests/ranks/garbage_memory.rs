@@ -1,7 +1,7 @@
 //! Garbage in the shared memory of a group.
 
-use crate::hostile_memory::{PATIENCE, memory, message, pair, received, until};
-use crate::threads::{call, run, span};
+use crate::hostile_memory::{PATIENCE, group_memory, message, pair, received, until};
+use crate::threads::{Dice, call, run, span};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
@@ -14,18 +14,6 @@ use symm::mem::layout::{INLINE_BYTES, LINE_PAIR, POST_HEAD, RING_HEAD, SegmentLa
 use symm::mem::shm::ShmSegment;
 use symm::rank::Rank;
 
-/// A generator of the same numbers in every run.
-struct Dice(u64);
-
-impl Dice {
-    fn next(&mut self, below: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % below
-    }
-}
-
 /// Several calls of two ranks, with data in `mine`, between guards.
 fn calls(group: &Group, me: usize, room: &mut [i32]) -> Result<()> {
     let words = room.len();
@@ -34,28 +22,13 @@ fn calls(group: &Group, me: usize, room: &mut [i32]) -> Result<()> {
         bytes: 4 * count,
     };
     assert!(words >= 8 * 1024);
+    let collective = |op, inputs, outputs| run(group, call(op, DType::I32, inputs, outputs), None);
     for count in [1, 300, 1000] {
-        run(
-            group,
-            call(Collective::AllReduce, DType::I32, vec![part(0, count)], vec![part(0, count)]),
-            None,
-        )?;
+        collective(Collective::AllReduce, vec![part(0, count)], vec![part(0, count)])?;
         let outputs = vec![part(2 + me, if me == 0 { count } else { 1 }); 2];
-        run(
-            group,
-            call(Collective::AllToAll, DType::I32, vec![part(0, count), part(1, 1)], outputs),
-            None,
-        )?;
-        run(
-            group,
-            call(
-                Collective::AllGather,
-                DType::I32,
-                vec![part(0, count)],
-                vec![part(4, count), part(5, count)],
-            ),
-            None,
-        )?;
+        collective(Collective::AllToAll, vec![part(0, count), part(1, 1)], outputs)?;
+        let outputs = vec![part(4, count), part(5, count)];
+        collective(Collective::AllGather, vec![part(0, count)], outputs)?;
         let (done, outcome) = received();
         let peer = 1 - me as u32;
         let ticket = if me == 0 {
@@ -95,7 +68,7 @@ fn forge_an_all_to_all(forger: &ShmSegment, bytes: u64, longest: u64) {
 #[test]
 fn stages_without_end_end_at_the_deadline_or_with_the_group() {
     for (timeout, aborted) in [(Duration::from_secs(2), false), (6 * PATIENCE, true)] {
-        let (file, forger) = memory(2);
+        let (file, forger) = group_memory();
         let [victim, _silent] = pair(&file, timeout, false);
         let mut room = vec![0u8; 4 * 4096];
         let parts: Vec<Span> = room.chunks_mut(4096).map(span).collect();
@@ -124,11 +97,8 @@ fn stages_without_end_end_at_the_deadline_or_with_the_group() {
             assert!(ended, "the call outlasts its deadline or the group: {error}");
             error
         });
-        assert_eq!(
-            error.kind,
-            if aborted { ErrorKind::Aborted } else { ErrorKind::Timeout },
-            "{error}"
-        );
+        let expected = if aborted { ErrorKind::Aborted } else { ErrorKind::Timeout };
+        assert_eq!(error.kind, expected, "{error}");
         assert!(aborted || error.message.contains("s in all_to_all"), "{error}");
     }
 }
@@ -138,40 +108,32 @@ fn garbage_in_the_shared_memory_never_harms_a_rank() {
     let mut dice = Dice(0x9E37_79B9_7F4A_7C15);
     let layout = SegmentLayout::new(2);
     for round in 0..60 {
-        let (file, forger) = memory(2);
+        let (file, forger) = group_memory();
         let groups = pair(&file, Duration::from_millis(150), round % 2 == 0);
         let stop = Arc::new(AtomicBool::new(false));
         thread::scope(|scope| {
-            let ranks: Vec<_> = groups
-                .iter()
-                .enumerate()
-                .map(|(me, group)| {
-                    scope.spawn(move || -> Error {
-                        let mut room = vec![0x5A5A_5A5Ai32; 10 * 1024];
-                        // The next call may overwrite some garbage, so an error may take long, but
-                        // it must come.
-                        let error =
-                            until("an error", || calls(group, me, &mut room[1024..9 * 1024]).err());
-                        assert!(
-                            room[..1024]
-                                .iter()
-                                .chain(&room[9 * 1024..])
-                                .all(|&word| word == 0x5A5A_5A5A),
-                            "beside its tensors"
-                        );
-                        error
-                    })
+            let ranks = [0, 1].map(|me| {
+                let group = &groups[me];
+                scope.spawn(move || -> Error {
+                    let mut room = vec![0x5A5A_5A5Ai32; 10 * 1024];
+                    // The next call may overwrite some garbage, so an error may take long, but it
+                    // must come.
+                    let error =
+                        until("an error", || calls(group, me, &mut room[1024..9 * 1024]).err());
+                    let mut around = room[..1024].iter().chain(&room[9 * 1024..]);
+                    assert!(around.all(|&word| word == 0x5A5A_5A5A), "beside its tensors");
+                    error
                 })
-                .collect();
+            });
             let stopping = Arc::clone(&stop);
-            let seed = dice.next(u64::MAX) | 1;
+            let seed = dice.next() | 1;
             let vandal = scope.spawn(move || {
                 let mut dice = Dice(seed);
                 let values = [0, 1, 8, 9, 255, 1 << 20, 1 << 40, u64::MAX, u64::MAX - 7];
                 while !stopping.load(Ordering::Relaxed) {
                     // Most writes hit structures: the header, the members' words, headers and
                     // tables of posts, counters of rings.
-                    let rank = Rank(dice.next(2) as u32);
+                    let rank = Rank(dice.below(2) as u32);
                     let areas = [
                         (0, 4096),
                         (layout.member(rank), 512),
@@ -180,21 +142,21 @@ fn garbage_in_the_shared_memory_never_harms_a_rank() {
                         (layout.ring(rank, Rank(1 - rank.0)), 4 * LINE_PAIR),
                         (layout.ring(rank, Rank(1 - rank.0)) + RING_HEAD, 4096),
                     ];
-                    let (offset, bytes) = areas[dice.next(areas.len() as u64) as usize];
-                    let place = offset + 8 * dice.next(bytes as u64 / 8) as usize;
-                    let value = match dice.next(3) {
-                        0 => dice.next(u64::MAX),
-                        1 => dice.next(1 << 12),
-                        _ => values[dice.next(values.len() as u64) as usize],
+                    let (offset, bytes) = areas[dice.below(areas.len() as u64) as usize];
+                    let place = offset + 8 * dice.below(bytes as u64 / 8) as usize;
+                    let value = match dice.below(3) {
+                        0 => dice.next(),
+                        1 => dice.below(1 << 12),
+                        _ => values[dice.below(values.len() as u64) as usize],
                     };
                     // SAFETY: atomics may be written anywhere within the segment.
                     unsafe { forger.at::<AtomicU64>(place) }.store(value, Ordering::Relaxed);
-                    if dice.next(4) == 0 {
-                        thread::sleep(Duration::from_micros(dice.next(300)));
+                    if dice.below(4) == 0 {
+                        thread::sleep(Duration::from_micros(dice.below(300)));
                     }
                 }
             });
-            let errors: Vec<_> = ranks.into_iter().map(thread::ScopedJoinHandle::join).collect();
+            let errors = ranks.map(thread::ScopedJoinHandle::join);
             stop.store(true, Ordering::Relaxed);
             vandal.join().unwrap();
             for error in errors {

@@ -1,7 +1,7 @@
 //! Garbage that a faulty rank may leave in shared memory: a reader fails or computes nonsense, but
 //! writes only its own tensors.
 
-use crate::threads::span;
+use crate::threads::{assemble, map, memory, span};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 use symm::coll::call::Span;
 use symm::coll::message::{Message, MessageSpec};
 use symm::completion::Completion;
-use symm::control::Identity;
 use symm::dtype::DType;
 use symm::error::{ErrorKind, Result};
 use symm::group::{Group, GroupTuning};
@@ -19,29 +18,23 @@ use symm::rank::Rank;
 
 pub(super) const PATIENCE: Duration = Duration::from_secs(20);
 
-/// The memory of a group of `n`, and a mapping of it that belongs to no rank.
-pub(super) fn memory(n: usize) -> (OwnedFd, ShmSegment) {
-    let bytes = SegmentLayout::new(n).total_bytes();
-    let file = ShmSegment::create(bytes).unwrap();
-    let forger = ShmSegment::map(file.try_clone().unwrap(), bytes).unwrap();
+/// The memory of a group of two, and a mapping of it that belongs to no rank.
+pub(super) fn group_memory() -> (OwnedFd, ShmSegment) {
+    let file = memory(2);
+    let forger = map(&file, 2);
     (file, forger)
-}
-
-fn assemble(file: &OwnedFd, rank: u32, n: u32, direct: bool) -> Group {
-    let segment =
-        ShmSegment::map(file.try_clone().unwrap(), SegmentLayout::new(n as usize).total_bytes())
-            .unwrap();
-    let members = (0..n).map(|global| Identity { pid: std::process::id(), global }).collect();
-    let tuning = GroupTuning { zero_copy: direct, ..GroupTuning::default() };
-    Group::from_joined(segment, "test", Rank(rank), members, PATIENCE, tuning).unwrap()
 }
 
 /// Both ranks of a group of two. `timeout` is for their calls; a busy node may need longer to start
 /// two threads.
 pub(super) fn pair(file: &OwnedFd, timeout: Duration, direct: bool) -> [Group; 2] {
+    let rank = |rank| {
+        let tuning = GroupTuning { zero_copy: direct, ..GroupTuning::default() };
+        assemble(file, rank, 2, PATIENCE, tuning)
+    };
     let groups = thread::scope(|scope| {
-        let other = scope.spawn(|| assemble(file, 1, 2, direct));
-        [assemble(file, 0, 2, direct), other.join().unwrap()]
+        let other = scope.spawn(|| rank(1));
+        [rank(0), other.join().unwrap()]
     });
     groups.iter().for_each(|group| group.set_timeout(timeout));
     groups
@@ -87,16 +80,11 @@ struct Pages {
 impl Pages {
     fn new(bytes: usize) -> Self {
         use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
+        use std::ptr::null_mut;
         // SAFETY: a fresh mapping at an address of the kernel's choice touches no memory of this
         // process.
-        let base = unsafe {
-            mmap_anonymous(
-                std::ptr::null_mut(),
-                bytes,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::PRIVATE,
-            )
-        };
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        let base = unsafe { mmap_anonymous(null_mut(), bytes, access, MapFlags::PRIVATE) };
         Self { base: base.unwrap(), bytes }
     }
 
@@ -121,10 +109,9 @@ struct Ring<'a> {
 impl Ring<'_> {
     /// Writes four words as the next frame, and publishes `bytes` bytes.
     fn say(&mut self, words: [u64; 4], bytes: u64) {
-        let base = SegmentLayout::new(2).ring(Rank(1), Rank(0));
-        let place = base
-            + RING_HEAD
-            + (self.tail % SegmentLayout::new(2).ring_data_bytes() as u64) as usize;
+        let layout = SegmentLayout::new(2);
+        let base = layout.ring(Rank(1), Rank(0));
+        let place = base + RING_HEAD + self.tail as usize % layout.ring_data_bytes();
         for (index, word) in words.into_iter().enumerate() {
             // SAFETY: atomics; frames are words of a ring.
             unsafe { self.forger.at::<AtomicU64>(place + 8 * index) }
@@ -145,7 +132,7 @@ impl Ring<'_> {
 
 #[test]
 fn memory_of_a_send_that_has_failed_is_not_read_again() {
-    let (file, _forger) = memory(2);
+    let (file, _forger) = group_memory();
     let [sender, receiver] = pair(&file, PATIENCE, false);
     // More than the ring holds, so that some frames wait for space.
     let fit = (SegmentLayout::new(2).ring_data_bytes() / (60 << 10)) as i32;
@@ -173,7 +160,7 @@ fn memory_of_a_send_that_has_failed_is_not_read_again() {
 
 #[test]
 fn forged_frames_end_no_transfer_of_others_and_stretch_none() {
-    let (file, forger) = memory(2);
+    let (file, forger) = group_memory();
     let [victim, _silent] = pair(&file, PATIENCE, false);
     let mut ring = Ring { forger: &forger, tail: 0 };
     // A long message is announced (RTS) and requested twice (CTS): its memory must not be read
@@ -197,38 +184,26 @@ fn forged_frames_end_no_transfer_of_others_and_stretch_none() {
 
 #[test]
 fn a_frame_that_makes_no_sense_is_an_error_that_names_its_sender() {
-    let eager = |bytes: u64| [1, 1, bytes, 0];
-    let cases: [(&str, [u64; 4], u64); 5] = [
-        ("an unknown kind", [9, 0, 0, 0], 32),
-        ("longer than any short message", eager(1 << 40), 32),
-        ("a piece behind the end", [4, 1, 100, 100], 32),
-        ("a piece of nothing", [4, 1, 0, 0], 32),
-        ("an offset past all numbers", [4, 1, 100, u64::MAX], 32),
+    let cases = [
+        ("an unknown kind", [9, 0, 0, 0]),
+        ("longer than any short message", [1, 1, 1 << 40, 0]),
+        ("a piece behind the end", [4, 1, 100, 100]),
+        ("a piece of nothing", [4, 1, 0, 0]),
+        ("an offset past all numbers", [4, 1, 100, u64::MAX]),
     ];
-    for (what, words, bytes) in cases {
-        let (file, forger) = memory(2);
-        let [victim, _silent] = pair(&file, PATIENCE, false);
-        let mut room = [0u8; 16];
-        let (done, outcome) = received();
-        victim.recv(message(1, 3, span(&mut room)), done).unwrap();
-        Ring { forger: &forger, tail: 0 }.say(words, bytes);
-        let error = until(what, || {
-            victim.progress();
-            outcome()
-        })
-        .expect_err(what);
-        assert!(
-            error.kind == ErrorKind::Internal && error.message.contains("rank 1"),
-            "{what}: {error}"
-        );
-        assert_eq!(room, [0; 16], "{what}");
+    for (what, words) in cases {
+        assert_eq!(refused(16, &[(words, 32)]), [0; 16], "{what}");
     }
+    // More short messages than a sender may have on their way.
+    let short: Vec<_> = (1..=1025).map(|number| ([1, number, 0, 0], 32)).collect();
+    assert_eq!(outcome_of(16, &short[..1024], false).0, None);
+    refused(16, &short);
 }
 
 #[test]
 fn messages_that_nobody_asks_for_are_left_to_their_sender_until_somebody_does() {
     const CAP: u64 = 64 << 20;
-    let (file, forger) = memory(2);
+    let (file, forger) = group_memory();
     let [victim, _silent] = pair(&file, PATIENCE, false);
     let mut ring = Ring { forger: &forger, tail: 0 };
     let mut numbers = 1u64..;
@@ -265,11 +240,13 @@ fn messages_that_nobody_asks_for_are_left_to_their_sender_until_somebody_does() 
     assert_eq!(flood(&mut ring, CAP), 0, "nor is it now");
 }
 
-/// Returns the outcome of a receive of `bytes` bytes while rank 1 writes `frames`, each with its
-/// size in the ring. Waits for an `expected` outcome; otherwise returns `None` if there is no
-/// outcome at once.
-fn outcome_of(bytes: usize, frames: &[([u64; 4], u64)], expected: bool) -> Option<Result<()>> {
-    let (file, forger) = memory(2);
+/// The words of a frame, and its size in the ring.
+type Frame = ([u64; 4], u64);
+
+/// Returns the outcome of a receive of `bytes` bytes while rank 1 writes `frames`, and the received
+/// bytes. Waits for an `expected` outcome; otherwise returns `None` if there is no outcome at once.
+fn outcome_of(bytes: usize, frames: &[Frame], expected: bool) -> (Option<Result<()>>, Vec<u8>) {
+    let (file, forger) = group_memory();
     let [victim, _silent] = pair(&file, PATIENCE, false);
     let mut ring = Ring { forger: &forger, tail: 0 };
     let mut room = vec![0u8; bytes];
@@ -282,32 +259,29 @@ fn outcome_of(bytes: usize, frames: &[([u64; 4], u64)], expected: bool) -> Optio
     // The progress thread may have noticed it, and reports a moment later.
     let found = if expected { Some(until("an outcome", outcome)) } else { outcome() };
     victim.abort();
-    found
+    (found, room)
 }
 
-fn accepted(bytes: usize, frames: &[([u64; 4], u64)]) {
-    assert_eq!(outcome_of(bytes, frames, true), Some(Ok(())));
+fn accepted(bytes: usize, frames: &[Frame]) {
+    assert_eq!(outcome_of(bytes, frames, true).0, Some(Ok(())));
 }
 
-fn refused(bytes: usize, frames: &[([u64; 4], u64)]) {
-    let error = outcome_of(bytes, frames, true)
-        .expect("an outcome")
-        .expect_err("no sender writes such frames");
+/// Asserts that no sender writes such frames; returns the received bytes.
+fn refused(bytes: usize, frames: &[Frame]) -> Vec<u8> {
+    let (outcome, room) = outcome_of(bytes, frames, true);
+    let error = outcome.expect("an outcome").expect_err("malformed");
     assert!(error.kind == ErrorKind::Internal && error.message.contains("rank 1"), "{error}");
+    room
 }
 
 #[test]
 fn a_second_message_of_a_number_takes_nobodys_place() {
-    let offer = ([2 | 3 << 32, 77, 16, 4096], 32);
-    refused(16, &[offer, offer]);
-    refused(16, &[offer, ([2 | 3 << 32, 76, 16, 4096], 32)]);
+    let offer = |number: u64| ([2 | 3 << 32, number, 16, 4096], 32);
+    refused(16, &[offer(77), offer(77)]);
+    refused(16, &[offer(77), offer(76)]);
     let short = |number: u64| ([1 | 4 << 32, number, 16, 0], 64);
     refused(16, &[short(77), short(77)]);
-    accepted(16, &[short(77), short(78), offer_of(79), ([4 | 3 << 32, 79, 16, 0], 64)]);
-}
-
-fn offer_of(number: u64) -> ([u64; 4], u64) {
-    ([2 | 3 << 32, number, 16, 4096], 32)
+    accepted(16, &[short(77), short(78), offer(79), ([4 | 3 << 32, 79, 16, 0], 64)]);
 }
 
 #[test]
@@ -320,7 +294,7 @@ fn pieces_complete_a_message_in_order_and_once_each() {
     refused(BYTES, &[offer, piece(BYTES, 0), piece(BYTES, 0)]);
     refused(BYTES, &[offer, piece(BYTES, half)]);
     refused(BYTES, &[offer, piece(2 * BYTES, 0)]);
-    assert_eq!(outcome_of(BYTES, &[offer, piece(BYTES, 0)], false), None, "half of it has come");
+    assert_eq!(outcome_of(BYTES, &[offer, piece(BYTES, 0)], false).0, None, "half of it has come");
 }
 
 #[test]
@@ -330,50 +304,23 @@ fn a_message_whose_rest_does_not_come_is_no_message() {
     // Words of the payload replace a header: more of the same message.
     let more = |bytes: u64| ([u64::MAX; 4], bytes);
     accepted(BYTES as usize, &[begun, more(8 << 10), more(16 << 10)]);
-    assert_eq!(
-        outcome_of(BYTES as usize, &[begun, more(8 << 10)], false),
-        None,
-        "24 of 40 KB have come"
-    );
+    let (outcome, _) = outcome_of(BYTES as usize, &[begun, more(8 << 10)], false);
+    assert_eq!(outcome, None, "24 of 40 KB have come");
     refused(BYTES as usize, &[([1 | 3 << 32, 77, BYTES, 0], 32)]);
-    let other = outcome_of(16, &[begun, more(24 << 10)], true)
-        .expect("an outcome")
-        .expect_err("it is longer than the receive");
+    let (outcome, _) = outcome_of(16, &[begun, more(24 << 10)], true);
+    let other = outcome.expect("an outcome").expect_err("it is longer than the receive");
     assert_eq!(other.kind, ErrorKind::Mismatch, "{other}");
-}
-
-#[test]
-fn more_short_messages_than_may_go_unasked_are_an_error_that_names_their_sender() {
-    let (file, forger) = memory(2);
-    let [victim, _silent] = pair(&file, PATIENCE, false);
-    let mut ring = Ring { forger: &forger, tail: 0 };
-    let (done, outcome) = received();
-    victim.recv(message(1, 3, span(&mut [0u8; 16])), done).unwrap();
-    for number in 1..=1024 {
-        ring.say([1, number, 0, 0], 32);
-    }
-    victim.progress();
-    assert!(outcome().is_none(), "so many an honest sender may have on their way");
-    ring.say([1, 1025, 0, 0], 32);
-    victim.progress();
-    // The progress thread may have noticed the excess, and reports it a moment later.
-    let error = until("an outcome", outcome).expect_err("one too many");
-    assert!(error.kind == ErrorKind::Internal && error.message.contains("rank 1"), "{error}");
 }
 
 #[test]
 fn a_wait_that_panics_leaves_what_is_open_to_the_progress_thread() {
     until("a wait that meets its message", || {
-        let (file, forger) = memory(2);
+        let (file, forger) = group_memory();
         let [victim, silent] = pair(&file, PATIENCE, false);
         let mut ring = Ring { forger: &forger, tail: 0 };
         let (mut first, mut second) = ([0u8; 16], [0u8; 16]);
-        let ticket = victim
-            .recv(
-                message(1, 3, span(&mut first)),
-                Completion::new(|_, _| panic!("a completion's bug")),
-            )
-            .unwrap();
+        let panics = Completion::new(|_, _| panic!("a completion's bug"));
+        let ticket = victim.recv(message(1, 3, span(&mut first)), panics).unwrap();
         let (done, outcome) = received();
         victim.recv(message(1, 4, span(&mut second)), done).unwrap();
         let panicked = thread::scope(|scope| {

@@ -40,8 +40,8 @@ fn tensor(from: usize, to: usize, count: usize) -> Vec<i32> {
 struct Outputs(Vec<Vec<i32>>);
 
 impl Outputs {
-    fn new(counts: impl Iterator<Item = usize>) -> Self {
-        Self(counts.map(|count| vec![CANARY; count + 2 * MARGIN]).collect())
+    fn new(counts: impl IntoIterator<Item = usize>) -> Self {
+        Self(counts.into_iter().map(|count| vec![CANARY; count + 2 * MARGIN]).collect())
     }
 
     fn spans(&mut self) -> Vec<Span> {
@@ -76,6 +76,21 @@ fn run(
     threads::run(group, call(op, DType::I32, inputs, outputs.spans()), None)
 }
 
+/// Asserts that a call fails with an error of different lengths that has these parts, and writes
+/// nothing.
+fn mismatch(
+    group: &Group,
+    op: Collective,
+    inputs: &[Vec<i32>],
+    mut outputs: Outputs,
+    parts: &[String],
+) {
+    let error = run(group, op, inputs, &mut outputs).expect_err("lengths differ");
+    assert_eq!(error.kind, ErrorKind::Mismatch, "{error}");
+    assert!(parts.iter().all(|part| error.message.contains(part)), "{error}");
+    assert!(outputs.untouched(), "outputs were written");
+}
+
 fn all_to_all(group: &Group, me: usize, counts: &Counts) {
     let n = counts.len();
     let inputs: Vec<_> = (0..n).map(|to| tensor(me, to, counts[me][to])).collect();
@@ -99,7 +114,7 @@ fn reduce_scatter(group: &Group, me: usize, counts: &Counts) {
     let lengths = &counts[0];
     let inputs: Vec<_> =
         lengths.iter().enumerate().map(|(to, &count)| tensor(me, to, count)).collect();
-    let mut outputs = Outputs::new(std::iter::once(lengths[me]));
+    let mut outputs = Outputs::new([lengths[me]]);
     run(group, Collective::ReduceScatter, &inputs, &mut outputs).expect("reduce_scatter");
     let sum = |i| (0..counts.len()).map(|from| element(from, me, i)).sum();
     let expected: Vec<i32> = (0..lengths[me]).map(sum).collect();
@@ -145,14 +160,10 @@ proptest! {
             let expected = |other: usize| {
                 counts[other][me] + if (other, me) == (from, to) { more } else { 0 }
             };
-            let mut outputs = Outputs::new((0..n).map(expected));
-            let outcome = run(group, Collective::AllToAll, &inputs, &mut outputs);
-            let error = outcome.expect_err("lengths differ");
+            let outputs = Outputs::new((0..n).map(expected));
             let (sent, wanted) = (4 * counts[from][to], 4 * (counts[from][to] + more));
-            assert_eq!(error.kind, ErrorKind::Mismatch, "{error}");
-            assert!(error.message.contains(&format!("sends {sent} bytes")), "{error}");
-            assert!(error.message.contains(&format!("expects {wanted} bytes")), "{error}");
-            assert!(outputs.untouched(), "rank {me} was written to: {counts:?}");
+            let parts = [format!("sends {sent} bytes"), format!("expects {wanted} bytes")];
+            mismatch(group, Collective::AllToAll, &inputs, outputs, &parts);
         });
     }
 
@@ -170,23 +181,16 @@ proptest! {
             let lengths: Vec<usize> = (0..n)
                 .map(|i| counts[0][i] + if (me, i) == (wrong, about) { more } else { 0 })
                 .collect();
-            let own = std::iter::once(lengths[me]);
-            let (op, inputs, mut outputs) = if gathers {
-                (
-                    Collective::AllGather,
-                    vec![tensor(me, 0, lengths[me])],
-                    Outputs::new(lengths.iter().copied()),
-                )
-            } else {
-                let inputs =
-                    lengths.iter().enumerate().map(|(to, &count)| tensor(me, to, count)).collect();
-                (Collective::ReduceScatter, inputs, Outputs::new(own))
-            };
-            let error = run(group, op, &inputs, &mut outputs).expect_err("lengths differ");
-            assert_eq!(error.kind, ErrorKind::Mismatch, "{error}");
             let bytes: Vec<usize> = lengths.iter().map(|count| 4 * count).collect();
-            assert!(error.message.contains(&format!("with lengths {bytes:?} bytes")), "{error}");
-            assert!(outputs.untouched(), "rank {me} was written to: {counts:?}");
+            let parts = [format!("with lengths {bytes:?} bytes")];
+            if gathers {
+                let (inputs, outputs) = ([tensor(me, 0, lengths[me])], Outputs::new(lengths));
+                mismatch(group, Collective::AllGather, &inputs, outputs, &parts);
+            } else {
+                let inputs: Vec<_> = (0..n).map(|to| tensor(me, to, lengths[to])).collect();
+                let outputs = Outputs::new([lengths[me]]);
+                mismatch(group, Collective::ReduceScatter, &inputs, outputs, &parts);
+            }
         });
     }
 }

@@ -3,6 +3,7 @@
 
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
+use symm::error::Error;
 use symm::store::tcp::address::StoreAddress;
 use symm::store::tcp::limits::ConnectionLimits;
 use symm::store::tcp::listen::ListeningSockets;
@@ -31,14 +32,30 @@ pub(crate) fn options(host: &str, port: u16) -> TcpOptions {
     }
 }
 
+pub(crate) fn open(options: TcpOptions) -> TcpStore {
+    TcpStore::open(options).unwrap()
+}
+
+/// The error of a store that cannot be opened.
+pub(crate) fn refused(options: TcpOptions) -> Error {
+    TcpStore::open(options).err().unwrap()
+}
+
+fn bytes_of(secret: Option<&str>) -> Option<Vec<u8>> {
+    secret.map(|secret| secret.as_bytes().to_vec())
+}
+
 pub(crate) fn master(host: &str, secret: Option<&str>) -> TcpStore {
-    let secret = secret.map(|secret| secret.as_bytes().to_vec());
-    TcpStore::open(TcpOptions { is_master: true, secret, ..options(host, 0) }).unwrap()
+    open(TcpOptions { is_master: true, secret: bytes_of(secret), ..options(host, 0) })
 }
 
 pub(crate) fn client(of: &TcpStore, secret: Option<&str>) -> TcpStore {
-    let secret = secret.map(|secret| secret.as_bytes().to_vec());
-    TcpStore::open(TcpOptions { secret, ..options(of.host(), of.port()) }).unwrap()
+    open(TcpOptions { secret: bytes_of(secret), ..options(of.host(), of.port()) })
+}
+
+/// A client of the server at this port of loopback.
+pub(crate) fn honest(port: u16, secret: Option<&str>) -> TcpStore {
+    open(TcpOptions { secret: bytes_of(secret), ..options("127.0.0.1", port) })
 }
 
 /// A port without a listener that the kernel assigns to no process which requests a free port.
@@ -57,12 +74,8 @@ pub(crate) fn free_port() -> u16 {
 /// A server on loopback with its own limits, and its port.
 pub(crate) fn server(limits: ConnectionLimits, secret: Option<&str>) -> (Server, u16) {
     let address = StoreAddress::resolve("127.0.0.1", 0, Instant::now() + LONG).unwrap();
-    let server = Server::start(
-        ListeningSockets::at(&address).unwrap(),
-        secret.map(|secret| secret.as_bytes().to_vec()),
-        limits,
-    )
-    .unwrap();
+    let sockets = ListeningSockets::at(&address).unwrap();
+    let server = Server::start(sockets, bytes_of(secret), limits).unwrap();
     let port = server.address().port();
     (server, port)
 }

@@ -1,16 +1,16 @@
 //! The file store on real files: damage, users that start and end, other processes' files, waits.
 //!
-//! `file_processes.rs` tests processes as users, `file_log.rs` tests only the reader.
+//! `file_processes.rs` tests processes as users; the fuzz target `log` tests the reader with
+//! arbitrary bytes.
 
-use crate::logs::{MANY, contents_of, expected, log_of, program};
-use crate::programs::{perform, step};
-use proptest::prelude::*;
+use crate::programs::answer_as_one_store;
+use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
-use symm::error::{Error, ErrorKind};
+use symm::error::{Error, ErrorKind, Result};
 use symm::store::Store;
 use symm::store::file::FileStore;
 use symm::store::memory::MemoryStore;
@@ -20,6 +20,55 @@ use tempfile::TempDir;
 
 const FRONT: usize = 80;
 
+/// A number of users so large that the file is not removed when users leave.
+const MANY: u32 = 100;
+
+const QUEUE: &str = "queue";
+
+/// Changes of every kind.
+fn program(store: &dyn Store) -> Result<()> {
+    store.set("a", b"first")?;
+    store.set("a", b"second")?;
+    store.add("n", 5)?;
+    store.add("n", -7)?;
+    store.append("a", b" and more")?;
+    store.queue_push(QUEUE, b"x")?;
+    store.queue_push(QUEUE, b"y")?;
+    store.queue_pop(QUEUE, None)?;
+    store.compare_set("c", b"", b"v")?;
+    store.compare_set("c", b"other", b"lost")?;
+    store.multi_set(&["d", "e", "f"], &[b"1", b"", &[0xff; 40]])?;
+    store.delete("e")?;
+    store.add("n", 0)?;
+    store.set("last", b"acknowledged")
+}
+
+/// The bytes of a file on which [`program`] was run.
+fn log() -> Vec<u8> {
+    let (_folder, path) = place();
+    program(&FileStore::open(&path, MANY).unwrap()).unwrap();
+    std::fs::read(path).unwrap()
+}
+
+/// All keys of `store` with their values, and its queue, which is emptied.
+pub(crate) fn contents_of(store: &dyn Store) -> Vec<(String, Vec<u8>)> {
+    let mut keys = store.list_keys().unwrap();
+    keys.sort();
+    let value = |key: String| (key.clone(), store.get(&key, None).unwrap().to_vec());
+    let mut all: Vec<_> = keys.into_iter().map(value).collect();
+    while let Ok(value) = store.try_queue_pop(QUEUE) {
+        all.push((QUEUE.into(), value.to_vec()));
+    }
+    all
+}
+
+/// The content after [`program`].
+fn expected() -> Vec<(String, Vec<u8>)> {
+    let store = MemoryStore::new();
+    program(&store).unwrap();
+    contents_of(&store)
+}
+
 pub(crate) fn place() -> (TempDir, PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("store");
@@ -28,16 +77,14 @@ pub(crate) fn place() -> (TempDir, PathBuf) {
 
 /// Writes a file with these bytes that only its owner can access.
 fn write_private(path: &Path, bytes: &[u8]) {
-    let mut options = std::fs::OpenOptions::new();
-    options
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .mode(0o600)
-        .open(path)
-        .unwrap()
-        .write_all(bytes)
-        .unwrap();
+    let mut options = OpenOptions::new();
+    options.write(true).create(true).truncate(true).mode(0o600);
+    options.open(path).unwrap().write_all(bytes).unwrap();
+}
+
+/// The file of a store, for changes past the store.
+fn raw(path: &Path) -> File {
+    OpenOptions::new().read(true).write(true).open(path).unwrap()
 }
 
 fn refusal(path: &Path) -> Error {
@@ -48,7 +95,8 @@ fn refusal(path: &Path) -> Error {
 
 #[test]
 fn a_flipped_byte_anywhere_is_an_error_or_changes_nothing() {
-    let ((_folder, path), log, expected) = (place(), log_of(|store| program(store)), expected());
+    let ((_folder, path), log, expected) = (place(), log(), expected());
+    let mut survived = 0;
     for at in 0..log.len() {
         for flip in [1, 0x80, 0xff] {
             let mut damaged = log.clone();
@@ -56,6 +104,7 @@ fn a_flipped_byte_anywhere_is_an_error_or_changes_nothing() {
             write_private(&path, &damaged);
             match FileStore::open(&path, MANY) {
                 Ok(store) => {
+                    survived += 1;
                     assert_eq!(contents_of(&store), expected, "byte {at}");
                     store.set("last", b"changed").unwrap();
                     let other = FileStore::open(&path, MANY).unwrap();
@@ -72,11 +121,22 @@ fn a_flipped_byte_anywhere_is_an_error_or_changes_nothing() {
             }
         }
     }
+    // Either commit slot, 24 bytes each.
+    assert_eq!(survived, 2 * 24 * 3);
+}
+
+#[test]
+fn what_stands_behind_the_end_does_not_count() {
+    let ((_folder, path), log) = (place(), log());
+    for tail in [&log[FRONT..], &[0; 100], &[0xff; 100], &log[..]] {
+        write_private(&path, &[&log[..], tail].concat());
+        assert_eq!(contents_of(&FileStore::open(&path, MANY).unwrap()), expected());
+    }
 }
 
 #[test]
 fn a_file_cut_short_is_an_error_and_stays_as_it_is() {
-    let ((_folder, path), log) = (place(), log_of(|store| program(store)));
+    let ((_folder, path), log) = (place(), log());
     for length in 1..log.len() {
         write_private(&path, &log[..length]);
         let error = FileStore::open(&path, MANY).err().unwrap();
@@ -95,10 +155,10 @@ fn cut_short_while_in_use_is_an_error_for_those_who_come() {
     let (_folder, path) = place();
     let store = FileStore::open(&path, MANY).unwrap();
     program(&store).unwrap();
-    std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(100).unwrap();
+    raw(&path).set_len(100).unwrap();
     assert!(refusal(&path).message.contains("is damaged at byte 100"));
     assert_eq!(store.get("last", None).unwrap(), b"acknowledged"[..]);
-    std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(0).unwrap();
+    raw(&path).set_len(0).unwrap();
     assert!(refusal(&path).message.contains("is damaged at byte 0"), "in use, so not new");
     assert!(store.set("k", b"").unwrap_err().message.contains("is damaged at byte 0"));
 }
@@ -154,8 +214,7 @@ fn a_writer_dead_at_any_byte_loses_nothing_that_was_acknowledged() {
 
 #[test]
 fn a_file_whose_first_user_died_while_making_it_is_new() {
-    let (_folder, path) = place();
-    let log = log_of(|store| program(store));
+    let ((_folder, path), log) = (place(), log());
     for length in 0..=FRONT {
         let mut part = log[..length].to_vec();
         part.iter_mut().take(8).for_each(|byte| *byte = 0);
@@ -181,11 +240,7 @@ fn the_last_of_all_users_removes_the_file() {
     assert!(path.exists());
     drop(clone);
     assert!(!path.exists());
-}
-
-#[test]
-fn what_an_early_leaver_set_stays_for_those_who_come_late() {
-    let (_folder, path) = place();
+    // What an early leaver has set stays for those that come late.
     FileStore::open(&path, 2).unwrap().set("k", b"v").unwrap();
     let late = FileStore::open(&path, 2).unwrap();
     assert_eq!(late.get("k", None).unwrap(), b"v"[..]);
@@ -206,18 +261,12 @@ fn another_file_at_the_path_is_not_removed_and_a_wait_says_so() {
     );
     drop(store);
     assert_eq!(std::fs::read(&path).unwrap(), b"another's");
-    assert!(
-        refusal(&path)
-            .message
-            .contains("is damaged at byte 0: it does not begin like the log of a store")
-    );
-}
-
-#[test]
-fn a_log_copied_over_it_is_noticed() {
-    let (_folder, path) = place();
+    let expected = "is damaged at byte 0: it does not begin like the log of a store";
+    assert!(refusal(&path).message.contains(expected));
+    // A log that is copied over the file.
+    std::fs::remove_file(&path).unwrap();
     let store = FileStore::open(&path, 1).unwrap();
-    write_private(&path, &log_of(|store| program(store)));
+    write_private(&path, &log());
     for outcome in [store.set("k", b"v"), store.get("last", None).map(drop)] {
         assert!(outcome.unwrap_err().message.contains("was started afresh by another run"));
     }
@@ -294,31 +343,27 @@ fn a_wait_hears_of_a_key_soon_and_names_it_when_it_does_not_come() {
 }
 
 #[test]
-fn a_thread_that_waits_does_not_hold_up_the_others() {
-    let (_folder, path) = place();
-    let store = FileStore::open(&path, 1).unwrap();
-    std::thread::scope(|scope| {
-        let waiter = scope.spawn(|| store.queue_pop("q", None).unwrap());
-        for index in 0..1000 {
-            store.set("k", &[index as u8]).unwrap();
-            assert_eq!(store.get("k", None).unwrap(), [index as u8][..]);
-        }
-        assert!(!waiter.is_finished());
-        store.queue_push("q", b"end").unwrap();
-        assert_eq!(waiter.join().unwrap(), b"end"[..]);
-    });
-}
-
-#[test]
-fn threads_add_up_through_one_store_and_through_several() {
+fn threads_add_up_through_one_store_and_through_several_while_another_waits() {
     let (_folder, path) = place();
     let shared = FileStore::open(&path, 1).unwrap();
     std::thread::scope(|scope| {
-        for thread in 0..4 {
+        let waiter = scope.spawn(|| shared.queue_pop("q", None).unwrap());
+        let adders = [0, 1, 2, 3].map(|thread| {
             let store =
                 if thread % 2 == 0 { shared.clone() } else { FileStore::open(&path, 1).unwrap() };
-            scope.spawn(move || (0..500).for_each(|_| assert!(store.add("n", 1).unwrap() > 0)));
-        }
+            scope.spawn(move || {
+                let key = format!("{thread}");
+                for index in 0..500 {
+                    assert!(store.add("n", 1).unwrap() > 0);
+                    store.set(&key, &[index as u8]).unwrap();
+                    assert_eq!(store.get(&key, None).unwrap(), [index as u8][..]);
+                }
+            })
+        });
+        adders.into_iter().for_each(|adder| adder.join().unwrap());
+        assert!(!waiter.is_finished());
+        shared.queue_push("q", b"end").unwrap();
+        assert_eq!(waiter.join().unwrap(), b"end"[..]);
     });
     assert_eq!(shared.add("n", 0).unwrap(), 2000);
 }
@@ -348,16 +393,14 @@ fn reads_need_no_lock_and_writes_say_who_has_it() {
     let (_folder, path) = place();
     let store = FileStore::open(&path, 1).unwrap();
     store.set("k", b"v").unwrap();
-    let file = std::fs::OpenOptions::new().read(true).write(true).open(&path).unwrap();
+    let file = raw(&path);
     assert!(try_lock(file.as_fd(), 1 << 62, Mode::Exclusive).unwrap());
     assert_eq!(store.get("k", None).unwrap(), b"v"[..]);
     let error = store
         .call(&Request::new(StoreOp::Set, vec!["k"], vec![b"w"]), Some(Duration::from_millis(20)))
         .unwrap_err();
-    let holder = format!(
-        "the lock of the file store {path:?} is held by process {} (alive, ",
-        std::process::id()
-    );
+    let pid = std::process::id();
+    let holder = format!("the lock of the file store {path:?} is held by process {pid} (alive, ");
     assert!(error.message.starts_with(&holder), "{error}");
     assert_eq!(error.kind, ErrorKind::Timeout);
     unlock(file.as_fd(), 1 << 62).unwrap();
@@ -415,12 +458,7 @@ fn a_damaged_record_is_named_to_a_user_who_reads_it() {
     let [first, second] = [(); 2].map(|()| FileStore::open(&path, 2).unwrap());
     let at = std::fs::metadata(&path).unwrap().len();
     first.set("k", b"value").unwrap();
-    std::fs::OpenOptions::new()
-        .write(true)
-        .open(&path)
-        .unwrap()
-        .write_all_at(b"?", at + 12)
-        .unwrap();
+    raw(&path).write_all_at(b"?", at + 12).unwrap();
     let error = second.get("k", None).unwrap_err();
     assert!(
         error.message.contains(&format!("is damaged at byte {at}: record 2 is not whole")),
@@ -429,20 +467,13 @@ fn a_damaged_record_is_named_to_a_user_who_reads_it() {
     assert_eq!(first.get("k", None).unwrap(), b"value"[..]);
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
-    #[test]
-    fn three_users_of_a_file_answer_as_one_store_in_memory(
-        steps in prop::collection::vec(step(), 1..60)
-    ) {
-        let (_folder, path) = place();
-        let users = [(); 3].map(|()| FileStore::open(&path, MANY).unwrap());
-        let model = MemoryStore::new();
-        for step in &steps {
-            prop_assert_eq!(perform(&users[step.0], step), perform(&model, step), "{:?}", step);
+#[test]
+fn three_users_of_a_file_answer_as_one_store_in_memory() {
+    answer_as_one_store(100, || {
+        let (folder, path) = place();
+        move || {
+            let _stays = &folder;
+            FileStore::open(&path, MANY).unwrap()
         }
-        let late = FileStore::open(&path, MANY).unwrap();
-        let expected = contents_of(&model);
-        prop_assert_eq!(contents_of(&late), expected);
-    }
+    });
 }

@@ -3,8 +3,8 @@
 //! Each user is a process of the test program.
 
 use crate::file::place;
-use crate::process::{alone, process, role};
-use rustix::process::{Resource, Rlimit, Signal, getpid, kill_process, setrlimit};
+use crate::process::{alone, fork, process, role, status_of};
+use rustix::process::{Pid, Resource, Rlimit, Signal, getpid, kill_process, setrlimit};
 use serde::{Deserialize, Serialize};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
@@ -61,13 +61,11 @@ fn user_process() {
             store.set("k", b"v").unwrap();
             if matches!(role.task, Task::DieAsParent) {
                 let (mut child_runs, mut running) = std::io::pipe().unwrap();
-                // SAFETY: the child only writes a byte, sleeps and exits.
-                if unsafe { libc::fork() } == 0 {
+                fork(|| {
                     running.write_all(b"!").unwrap();
                     std::thread::sleep(Duration::from_secs(5));
-                    // SAFETY: `_exit` takes any code.
-                    unsafe { libc::_exit(0) };
-                }
+                    0
+                });
                 child_runs.read_exact(&mut [0]).unwrap();
             }
             kill_process(getpid(), Signal::KILL).unwrap();
@@ -107,10 +105,8 @@ fn what_killed_writers_were_told_is_done_is_there() {
         }
         for (id, mut writer) in writers {
             let lines = BufReader::new(writer.stdout.take().unwrap()).lines().map_while(Result::ok);
-            let acknowledged: i64 = lines
-                .filter_map(|line| line.strip_prefix("done ")?.parse().ok())
-                .last()
-                .unwrap_or(1);
+            let rounds = lines.filter_map(|line| line.strip_prefix("done ")?.parse().ok());
+            let acknowledged: i64 = rounds.last().unwrap_or(1);
             writer.wait().unwrap();
             let count = store.add(&format!("count {id}"), 0).unwrap();
             assert!(
@@ -119,11 +115,7 @@ fn what_killed_writers_were_told_is_done_is_there() {
             );
             let large = store.get(&format!("large {id}"), None).unwrap();
             assert!(large.len() == LARGE && large.iter().all(|byte| *byte == large[0]));
-            assert!(
-                (count..=count + 1).any(|round| round as u8 == large[0]),
-                "{count} {}",
-                large[0]
-            );
+            assert!([count as u8, (count + 1) as u8].contains(&large[0]), "{count} {}", large[0]);
             let queue = format!("queue {id}");
             let length = store.queue_len(&queue).unwrap();
             assert!((count..=count + 1).contains(&length));
@@ -146,20 +138,15 @@ fn what_a_killed_run_has_left_is_started_afresh() {
     let (_folder, path) = place();
     start(&path, 0, Task::Die).wait().unwrap();
     assert!(path.exists());
+    assert_eq!(FileStore::open(&path, 2).unwrap().num_keys().unwrap(), 0);
+    // A forked child does not keep the place of its killed parent.
+    start(&path, 0, Task::DieAsParent).wait().unwrap();
     let store = FileStore::open(&path, 2).unwrap();
     assert_eq!(store.num_keys().unwrap(), 0);
     // While one user lives, the keys of exited users stay.
     start(&path, 0, Task::Die).wait().unwrap();
     assert_eq!(store.get("k", None).unwrap(), b"v"[..]);
     assert!(FileStore::open(&path, 2).unwrap().check(&["k"]).unwrap());
-}
-
-#[test]
-fn a_forked_child_does_not_keep_the_place_of_its_killed_parent() {
-    let (_folder, path) = place();
-    start(&path, 0, Task::DieAsParent).wait().unwrap();
-    let store = FileStore::open(&path, 2).unwrap();
-    assert_eq!(store.num_keys().unwrap(), 0, "started afresh");
 }
 
 #[test]
@@ -214,31 +201,20 @@ fn a_forked_child_must_open_its_own_and_its_end_changes_nothing() {
     let (_folder, path) = place();
     let store = FileStore::open(&path, 2).unwrap();
     store.set("k", b"v").unwrap();
-    let copy = std::mem::ManuallyDrop::new(store.clone());
-    // SAFETY: the child calls only the code under test, which allocates (glibc repairs malloc in a
-    // child), and `_exit`.
-    let child = unsafe { libc::fork() };
-    if child == 0 {
-        let refused = copy.get("k", None).is_err_and(|error| {
+    let mut store = Some(store);
+    let child = fork(|| {
+        // Drops the child's reference.
+        let refused = store.take().unwrap().get("k", None).is_err_and(|error| {
             error.kind == ErrorKind::Config
                 && error
                     .message
                     .ends_with("was opened by the parent of this process, which must open its own")
         });
-        // Drops both of the child's references.
-        drop(std::mem::ManuallyDrop::into_inner(copy));
-        drop(store);
         let own = FileStore::open(&path, 2)
             .is_ok_and(|own| own.get("k", None).is_ok_and(|value| value == b"v"[..]));
-        let code = i32::from(!refused) + 2 * i32::from(!own);
-        // SAFETY: `_exit` takes any code.
-        unsafe { libc::_exit(code) };
-    }
-    drop(std::mem::ManuallyDrop::into_inner(copy));
-    let mut status = 0;
-    // SAFETY: `status` is valid for a write; `child` is a child of this process.
-    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
-    assert_eq!(status, 0);
+        i32::from(!refused) + 2 * i32::from(!own)
+    });
+    assert_eq!(status_of(child), 0);
     assert!(path.exists());
     assert!(
         FileStore::open(&path, 9).unwrap().check(&["k"]).unwrap(),
@@ -255,18 +231,12 @@ fn a_child_that_outlives_its_parent_s_store_is_no_user() {
     }
     let (_folder, path) = place();
     let store = FileStore::open(&path, 1).unwrap();
-    // SAFETY: the child only sleeps and exits.
-    let child = unsafe { libc::fork() };
-    if child == 0 {
+    let child = fork(|| {
         std::thread::sleep(Duration::from_secs(60));
-        // SAFETY: `_exit` takes any code.
-        unsafe { libc::_exit(0) };
-    }
+        0
+    });
     drop(store);
     assert!(!path.exists());
-    // SAFETY: a child of this process that has not been reaped.
-    assert_eq!(unsafe { libc::kill(child, libc::SIGKILL) }, 0);
-    let mut status = 0;
-    // SAFETY: `status` is valid for a write.
-    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    kill_process(Pid::from_raw(child).unwrap(), Signal::KILL).unwrap();
+    assert_ne!(status_of(child), 0);
 }

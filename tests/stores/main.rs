@@ -5,11 +5,9 @@
 mod process;
 
 mod clients;
-mod logs;
 mod programs;
 
 mod file;
-mod file_log;
 mod file_processes;
 mod tcp;
 mod tcp_hostile;

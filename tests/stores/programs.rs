@@ -1,19 +1,22 @@
 //! Random programs of several clients of a store.
 
+use crate::file::contents_of;
 use proptest::prelude::*;
+use proptest::test_runner::TestRunner;
 use std::time::Duration;
 use symm::error::ErrorKind;
 use symm::store::Store;
+use symm::store::memory::MemoryStore;
 use symm::store::request::{Request, StoreOp};
 use symm::store::table::TableReply;
 
-pub(crate) const KEYS: [&str; 4] = ["", "a", "b", "schlüssel/1"];
+const KEYS: [&str; 4] = ["", "a", "b", "schlüssel/1"];
 
 /// The client of a step, and its operation.
-pub(crate) type Step = (usize, StoreOp, Vec<u8>, Vec<u8>, i64);
+type Step = (usize, StoreOp, Vec<u8>, Vec<u8>, i64);
 
 /// Any step.
-pub(crate) fn step() -> impl Strategy<Value = Step> {
+fn step() -> impl Strategy<Value = Step> {
     let op = prop::sample::select(StoreOp::ALL);
     (
         0..3usize,
@@ -26,7 +29,7 @@ pub(crate) fn step() -> impl Strategy<Value = Step> {
 
 /// Runs the request of a step: there are few keys and values, so programs meet the same ones again
 /// and again.
-pub(crate) fn perform(
+fn perform(
     store: &dyn Store,
     (_, op, names, bytes, amount): &Step,
 ) -> Result<TableReply, ErrorKind> {
@@ -54,4 +57,20 @@ pub(crate) fn perform(
         keys.sort();
     }
     reply
+}
+
+/// Runs random programs on three users of a store, which must answer as one store in memory, and so
+/// must a late user. `make` returns a function that opens a user of a new store.
+pub(crate) fn answer_as_one_store<S: Store, U: Fn() -> S>(cases: u32, make: impl Fn() -> U) {
+    let programs = prop::collection::vec(step(), 0..60);
+    let test = |program: Vec<Step>| {
+        let (user, model) = (make(), MemoryStore::new());
+        let users = [(); 3].map(|()| user());
+        for step in &program {
+            prop_assert_eq!(perform(&users[step.0], step), perform(&model, step), "{:?}", step);
+        }
+        prop_assert_eq!(contents_of(&user()), contents_of(&model));
+        Ok(())
+    };
+    TestRunner::new(ProptestConfig::with_cases(cases)).run(&programs, test).unwrap();
 }

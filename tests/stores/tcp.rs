@@ -1,10 +1,11 @@
 //! The store on a server: what clients see of each other, how they wait, and what the server's exit
 //! causes.
 
-use crate::clients::{LONG, SHORT, SOON, client, eventually, free_port, master, options};
-use crate::process::alone;
-use crate::programs::{KEYS, perform, step};
-use proptest::prelude::*;
+use crate::clients::{
+    LONG, SHORT, SOON, client, eventually, free_port, master, open, options, refused,
+};
+use crate::process::{alone, fork, status_of};
+use crate::programs::answer_as_one_store;
 use std::thread;
 use std::time::{Duration, Instant};
 use symm::error::ErrorKind;
@@ -34,25 +35,23 @@ fn all_kinds_of_addresses_serve() {
 fn at_loopback_without_a_secret_a_unix_socket_can_take_the_ports_place() {
     let port = free_port();
     let own = |host: &str, port| TcpOptions { require_same_user: true, ..options(host, port) };
-    let store = TcpStore::open(TcpOptions { is_master: true, ..own("127.0.0.1", port) }).unwrap();
+    let store = open(TcpOptions { is_master: true, ..own("127.0.0.1", port) });
     assert_eq!((store.host(), store.port()), (format!("unix:@torch-symm:{port}").as_str(), 0));
     assert!(
         std::net::TcpStream::connect(("127.0.0.1", port)).is_err(),
         "nobody listens at the port"
     );
-    let other = TcpStore::open(own("localhost", port)).unwrap();
+    let other = open(own("localhost", port));
     store.set("key", b"value").unwrap();
     assert_eq!(other.get("key", Some(LONG)).unwrap(), "value");
-    let error = TcpStore::open(TcpOptions { is_master: true, ..own("::1", port) }).err().unwrap();
+    let error = refused(TcpOptions { is_master: true, ..own("::1", port) });
     assert!(error.message.contains("in use: this process"), "{error}");
     // With a secret, the server listens at the port itself. Two servers that choose an address get
     // different ones.
     let secret = Some(b"secret".to_vec());
-    let open =
-        TcpStore::open(TcpOptions { is_master: true, secret, ..own("127.0.0.1", port) }).unwrap();
-    assert_eq!((open.host(), open.port()), ("127.0.0.1", port));
-    let chosen = [(); 2]
-        .map(|()| TcpStore::open(TcpOptions { is_master: true, ..own("127.0.0.1", 0) }).unwrap());
+    let public = open(TcpOptions { is_master: true, secret, ..own("127.0.0.1", port) });
+    assert_eq!((public.host(), public.port()), ("127.0.0.1", port));
+    let chosen = [(); 2].map(|()| open(TcpOptions { is_master: true, ..own("127.0.0.1", 0) }));
     assert_ne!(chosen[0].host(), chosen[1].host());
 }
 
@@ -105,23 +104,16 @@ fn a_wait_ends_with_the_last_key_or_at_its_limit_naming_the_missing() {
 
 #[test]
 fn several_threads_use_one_store_while_others_wait() {
-    let store = master("127.0.0.1", Some("secret"));
+    let store = &master("127.0.0.1", Some("secret"));
     thread::scope(|scope| {
-        let waiters: Vec<_> = (0..4)
-            .map(|index| {
-                scope.spawn({
-                    let store = &store;
-                    move || store.queue_pop(&format!("queue {}", index % 2), Some(LONG))
-                })
-            })
-            .collect();
-        let adders: Vec<_> = (0..8)
-            .map(|_| scope.spawn(|| (0..200).map(|_| store.add("sum", 1).unwrap()).max()))
-            .collect();
+        let queues = ["queue 0", "queue 1", "queue 0", "queue 1"];
+        let waiters = queues.map(|name| scope.spawn(move || store.queue_pop(name, Some(LONG))));
+        let adders =
+            [(); 8].map(|()| scope.spawn(|| (0..200).map(|_| store.add("sum", 1).unwrap()).max()));
         let largest = adders.into_iter().filter_map(|adder| adder.join().unwrap()).max();
         assert_eq!(largest, Some(1600));
-        for index in 0..4 {
-            store.queue_push(&format!("queue {}", index % 2), b"item").unwrap();
+        for name in queues {
+            store.queue_push(name, b"item").unwrap();
         }
         assert!(waiters.into_iter().all(|waiter| waiter.join().unwrap().unwrap() == "item"));
     });
@@ -171,13 +163,13 @@ fn a_master_waits_for_its_workers_or_says_how_many_came() {
     // All stay until all have arrived: a worker may learn of the last one later than the master,
     // whose exit ends the server.
     let stores = thread::scope(|scope| {
-        let workers = [false, true, false]
-            .map(|is_master| scope.spawn(move || TcpStore::open(all(is_master)).unwrap()));
+        let workers =
+            [false, true, false].map(|is_master| scope.spawn(move || open(all(is_master))));
         workers.map(|worker| worker.join().unwrap())
     });
     assert!(stores.iter().all(|store| store.port() == port));
     drop(stores);
-    let error = TcpStore::open(TcpOptions { timeout: SHORT, ..all(true) }).err().unwrap();
+    let error = refused(TcpOptions { timeout: SHORT, ..all(true) });
     assert!(error.kind == ErrorKind::Timeout && error.message.contains("1 of 3 joined"), "{error}");
 }
 
@@ -186,37 +178,32 @@ fn masters_of_one_process_share_a_server_if_they_say_so() {
     let port = free_port();
     let tenant =
         || TcpOptions { is_master: true, multi_tenant: true, ..options("127.0.0.1", port) };
-    let first = TcpStore::open(tenant()).unwrap();
-    let second = TcpStore::open(tenant()).unwrap();
+    let first = open(tenant());
+    let second = open(tenant());
     first.set("key", b"1").unwrap();
     drop(first);
     assert_eq!(second.get("key", Some(LONG)).unwrap(), "1");
-    let error = TcpStore::open(TcpOptions { multi_tenant: false, ..tenant() }).err().unwrap();
+    let error = refused(TcpOptions { multi_tenant: false, ..tenant() });
     assert!(error.kind == ErrorKind::Network && error.message.contains("in use"), "{error}");
-    let error =
-        TcpStore::open(TcpOptions { secret: Some(b"s".to_vec()), ..tenant() }).err().unwrap();
+    let error = refused(TcpOptions { secret: Some(b"s".to_vec()), ..tenant() });
     assert_eq!(error.kind, ErrorKind::Config, "{error}");
     drop(second);
     // The port is free again, and the new server has none of the old keys.
-    assert_eq!(TcpStore::open(tenant()).unwrap().num_keys().unwrap(), 0);
+    assert_eq!(open(tenant()).num_keys().unwrap(), 0);
 }
 
 #[test]
 fn a_client_that_comes_before_its_server_waits_for_it() {
     let port = free_port();
     thread::scope(|scope| {
-        let early = scope.spawn(move || {
-            TcpStore::open(options("127.0.0.1", port)).unwrap().get("key", Some(LONG))
-        });
+        let early = scope.spawn(move || open(options("127.0.0.1", port)).get("key", Some(LONG)));
         thread::sleep(SHORT);
-        let store =
-            TcpStore::open(TcpOptions { is_master: true, ..options("127.0.0.1", port) }).unwrap();
+        let store = open(TcpOptions { is_master: true, ..options("127.0.0.1", port) });
         store.set("key", b"late").unwrap();
         assert_eq!(early.join().unwrap().unwrap(), "late");
     });
     let started = Instant::now();
-    let error =
-        TcpStore::open(TcpOptions { timeout: SHORT, ..options("127.0.0.1", port) }).err().unwrap();
+    let error = refused(TcpOptions { timeout: SHORT, ..options("127.0.0.1", port) });
     assert!(error.kind == ErrorKind::Network && error.message.contains("refused"), "{error}");
     assert!(started.elapsed() < SOON);
 }
@@ -226,50 +213,24 @@ fn the_end_of_the_server_ends_calls_at_once() {
     let store = master("127.0.0.1", None);
     let other = client(&store, None);
     thread::scope(|scope| {
-        let waiter = scope.spawn(|| {
-            let error = other.get("never", Some(LONG)).unwrap_err();
-            (error, Instant::now())
-        });
+        let waiter = scope.spawn(|| other.get("never", Some(LONG)).unwrap_err());
         thread::sleep(SHORT);
         let ended = Instant::now();
         drop(store);
-        let (error, noticed) = waiter.join().unwrap();
-        assert!(
-            error.kind == ErrorKind::Network && error.message.contains("Get of key \"never\""),
-            "{error}"
-        );
-        assert!(noticed < ended + SOON);
+        let error = waiter.join().unwrap();
+        assert!(error.kind == ErrorKind::Network, "{error}");
+        assert!(error.message.contains("Get of key \"never\""), "{error}");
+        assert_eq!(other.add("key", 1).unwrap_err().kind, ErrorKind::Network);
+        assert!(ended.elapsed() < SOON);
     });
-    let started = Instant::now();
-    assert_eq!(other.add("key", 1).unwrap_err().kind, ErrorKind::Network);
-    assert!(started.elapsed() < SOON);
 }
 
 #[test]
 fn any_program_of_several_clients_means_what_it_means_to_a_map() {
-    let server = master("127.0.0.1", Some("secret"));
-    let clients: Vec<TcpStore> = (0..3).map(|_| client(&server, Some("secret"))).collect();
-    let mut runner = proptest::test_runner::TestRunner::new(ProptestConfig::with_cases(300));
-    runner
-        .run(&prop::collection::vec(step(), 0..60), |program| {
-            let model = MemoryStore::new();
-            for key in server.list_keys().unwrap() {
-                server.delete(&key).unwrap();
-            }
-            for key in KEYS {
-                while server.try_queue_pop(key).is_ok() {}
-            }
-            for step in &program {
-                prop_assert_eq!(
-                    perform(&clients[step.0], step),
-                    perform(&model, step),
-                    "{:?}",
-                    step
-                );
-            }
-            Ok(())
-        })
-        .unwrap();
+    answer_as_one_store(300, || {
+        let server = master("127.0.0.1", Some("secret"));
+        move || client(&server, Some("secret"))
+    });
 }
 
 #[test]
@@ -294,23 +255,14 @@ fn a_forked_child_speaks_on_connections_of_its_own() {
     }
     let store = master("127.0.0.1", None);
     store.set("key", b"parent").unwrap();
-    // SAFETY: the child uses only the store, which takes no lock there and makes its own
-    // connection, and `_exit`.
-    let child = unsafe { libc::fork() };
-    if child == 0 {
-        let code = match store.get("key", Some(LONG)) {
-            Ok(value) if value == "parent" => i32::from(store.set("child", b"was here").is_err()),
-            _ => 2,
-        };
-        // SAFETY: `_exit` takes any code.
-        unsafe { libc::_exit(code) };
-    }
+    // The child uses only the store, which takes no lock there and makes its own connection.
+    let child = fork(|| match store.get("key", Some(LONG)) {
+        Ok(value) if value == "parent" => i32::from(store.set("child", b"was here").is_err()),
+        _ => 2,
+    });
     for round in 0..100 {
         assert_eq!(store.add("round", 1).unwrap(), round + 1);
     }
-    let mut status = 0;
-    // SAFETY: `status` is valid for a write; `child` is a child of this process.
-    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
-    assert_eq!(status, 0);
+    assert_eq!(status_of(child), 0);
     eventually("the child's key", || store.check(&["child"]).unwrap());
 }

@@ -2,7 +2,9 @@
 //! that are slow, silent or exited. Each test has a separate process, because the tests count file
 //! descriptors and memory, and change limits.
 
-use crate::clients::{LONG, SHORT, SOON, eventually, free_port, options, server};
+use crate::clients::{
+    LONG, SHORT, SOON, eventually, free_port, honest, open, options, refused, server,
+};
 use crate::process::alone;
 use crate::tcp_killed::start_server;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -16,14 +18,16 @@ use symm::store::request::{Request, StoreOp};
 use symm::store::tcp::frame::ClientFrame;
 use symm::store::tcp::limits::{ConnectionLimits, MAX_FRAME};
 use symm::store::tcp::proof::{ADMISSION, ClientHello, HELLO, OPENING};
+use symm::store::tcp::server::Server;
 use symm::store::tcp::{TcpOptions, TcpStore};
 
-pub(super) fn honest(port: u16, secret: Option<&str>) -> TcpStore {
-    TcpStore::open(TcpOptions {
-        secret: secret.map(|secret| secret.as_bytes().to_vec()),
-        ..options("127.0.0.1", port)
+/// In a process of its own, a server, its port and an honest client; otherwise `None`, once that
+/// process has succeeded.
+fn start(limits: ConnectionLimits) -> Option<(Server, u16, TcpStore)> {
+    alone().then(|| {
+        let (server, port) = server(limits, None);
+        (server, port, honest(port, None))
     })
-    .unwrap()
 }
 
 /// A connection that has received the server's first message.
@@ -43,6 +47,13 @@ fn admitted(port: u16) -> TcpStream {
     let mut admission = [0; ADMISSION];
     socket.read_exact(&mut admission).unwrap();
     introduction.admitted(&admission, None).unwrap();
+    socket
+}
+
+/// A connection that the server has admitted, and that has sent `bytes`.
+fn sent(port: u16, bytes: &[u8]) -> TcpStream {
+    let mut socket = admitted(port);
+    socket.write_all(bytes).unwrap();
     socket
 }
 
@@ -91,11 +102,7 @@ fn slowest(store: &TcpStore, mut meanwhile: impl FnMut(u32)) -> Duration {
 
 #[test]
 fn p18_garbage_closes_its_connection_and_no_other() {
-    if !alone() {
-        return;
-    }
-    let (_server, port) = server(ConnectionLimits::default(), None);
-    let store = honest(port, None);
+    let Some((_server, port, store)) = start(ConnectionLimits::default()) else { return };
     for garbage in
         [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0; 4], &[0xff; 4096], b"symmkv1", b"symmkv0\n"]
     {
@@ -105,35 +112,22 @@ fn p18_garbage_closes_its_connection_and_no_other() {
         assert!(closed(socket));
     }
     for body in [&b""[..], &[1], &[9, 9, 9], &[1, 0, 0, 0, 0, 200], &[0xff; 100]] {
-        let mut socket = admitted(port);
-        socket.write_all(&(body.len() as u32).to_le_bytes()).unwrap();
-        socket.write_all(body).unwrap();
-        assert!(closed(socket), "{body:?}");
+        let length = (body.len() as u32).to_le_bytes();
+        assert!(closed(sent(port, &[&length, body].concat())), "{body:?}");
     }
     store.set("key", b"value").unwrap();
 }
 
 #[test]
 fn p18_a_length_of_four_gigabytes_is_refused_and_costs_nothing() {
-    if !alone() {
-        return;
-    }
-    let (_server, port) = server(ConnectionLimits::default(), None);
-    let store = honest(port, None);
+    let Some((_server, port, store)) = start(ConnectionLimits::default()) else { return };
     let before = resident();
     for length in [u32::MAX, MAX_FRAME as u32 + 1] {
-        let mut socket = admitted(port);
-        socket.write_all(&length.to_le_bytes()).unwrap();
-        assert!(closed(socket));
+        assert!(closed(sent(port, &length.to_le_bytes())));
     }
     // Valid lengths of frames that never arrive.
-    let dripping: Vec<TcpStream> = (0..64)
-        .map(|_| {
-            let mut socket = admitted(port);
-            socket.write_all(&(MAX_FRAME as u32).to_le_bytes()).unwrap();
-            socket
-        })
-        .collect();
+    let length = (MAX_FRAME as u32).to_le_bytes();
+    let dripping: Vec<TcpStream> = (0..64).map(|_| sent(port, &length)).collect();
     let slow = slowest(&store, |_| {});
     assert!(resident() < before + (32 << 20), "{} MB more", (resident() - before) >> 20);
     println!("slowest call beside 64 dripping clients: {slow:?}");
@@ -142,13 +136,9 @@ fn p18_a_length_of_four_gigabytes_is_refused_and_costs_nothing() {
 
 #[test]
 fn p18_bytes_in_flight_and_at_rest_are_bounded() {
-    if !alone() {
-        return;
-    }
     const MB: usize = 1 << 20;
     let limits = ConnectionLimits { stored: 32 * MB, moving: 1, ..ConnectionLimits::default() };
-    let (_server, port) = server(limits, None);
-    let store = honest(port, None);
+    let Some((_server, port, store)) = start(limits) else { return };
     let before = resident();
     // However many values are set, the server keeps at most 32 MB.
     let value = vec![1; 5 * MB];
@@ -156,13 +146,8 @@ fn p18_bytes_in_flight_and_at_rest_are_bounded() {
         (0..60).filter(|index| store.set(&format!("key {index}"), &value).is_err()).count();
     assert_eq!(refused, 54);
     // Clients that request large values and never read them, eight times the maximum in flight.
-    let deaf: Vec<TcpStream> = (0..96)
-        .map(|index| {
-            let mut socket = admitted(port);
-            socket.write_all(&frame(StoreOp::Get, &[&format!("key {}", index % 6)], &[])).unwrap();
-            socket
-        })
-        .collect();
+    let get = |index| frame(StoreOp::Get, &[&format!("key {}", index % 6)], &[]);
+    let deaf: Vec<TcpStream> = (0..96).map(|index| sent(port, &get(index))).collect();
     thread::sleep(SHORT);
     assert!(resident() < before + 200 * MB, "{} MB more", (resident() - before) >> 20);
     // Short calls overtake these requests; long calls wait until there is space.
@@ -173,17 +158,12 @@ fn p18_bytes_in_flight_and_at_rest_are_bounded() {
 
 #[test]
 fn p18_requests_that_wait_leave_their_room_to_what_moves() {
-    if !alone() {
-        return;
-    }
     const MB: usize = 1 << 20;
-    let (_server, port) =
-        server(ConnectionLimits { moving: 1, ..ConnectionLimits::default() }, None);
-    let store = honest(port, None);
+    let limits = ConnectionLimits { moving: 1, ..ConnectionLimits::default() };
+    let Some((_server, port, store)) = start(limits) else { return };
     let keys: Vec<String> = (0..1000).map(|index| format!("{index:060000}")).collect();
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
-    let mut waiting = admitted(port);
-    waiting.write_all(&frame(StoreOp::Wait, &keys, &[])).unwrap();
+    let waiting = sent(port, &frame(StoreOp::Wait, &keys, &[]));
     // A value for which the 60 MB of the waiting request would leave no space.
     let value = vec![1; 20 * MB];
     let set = Request::new(StoreOp::Set, vec!["key"], vec![&value]);
@@ -200,16 +180,12 @@ fn p18_requests_that_wait_leave_their_room_to_what_moves() {
 
 #[test]
 fn p18_a_thousand_idle_connections_and_as_many_unidentified_peers_delay_nobody() {
-    if !alone() {
-        return;
-    }
     let limits = ConnectionLimits {
         unidentified: 100,
         hello: Duration::from_secs(2),
         ..ConnectionLimits::default()
     };
-    let (_server, port) = server(limits, None);
-    let store = honest(port, None);
+    let Some((_server, port, store)) = start(limits) else { return };
     let before = descriptors();
     let idle: Vec<TcpStream> = (0..1000).map(|_| admitted(port)).collect();
     let unidentified: Vec<TcpStream> =
@@ -238,8 +214,7 @@ fn p18_only_those_who_know_the_secret_are_served() {
     let store = honest(port, Some("right"));
     store.set("key", b"value").unwrap();
     for secret in [None, Some(b"wrong".to_vec()), Some(b"right ".to_vec())] {
-        let error =
-            TcpStore::open(TcpOptions { secret, ..options("127.0.0.1", port) }).err().unwrap();
+        let error = refused(TcpOptions { secret, ..options("127.0.0.1", port) });
         assert!(error.kind == ErrorKind::Config && error.message.contains("secret"), "{error}");
     }
     // A complete hello that was valid for another connection, with requests right behind it.
@@ -267,9 +242,7 @@ fn a_client_refuses_what_is_not_the_store_it_means() {
     }
     let (_open, open) = server(ConnectionLimits::default(), None);
     let secret = || Some(b"secret".to_vec());
-    let error = TcpStore::open(TcpOptions { secret: secret(), ..options("127.0.0.1", open) })
-        .err()
-        .unwrap();
+    let error = refused(TcpOptions { secret: secret(), ..options("127.0.0.1", open) });
     assert!(error.kind == ErrorKind::Config && error.message.contains("does not ask"), "{error}");
     // A server that speaks the protocol and does not know the secret.
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -338,23 +311,16 @@ fn a_client_that_is_taken_for_one_unidentified_peer_too_many_comes_again() {
 
 #[test]
 fn p18_slow_and_dead_clients_are_let_go() {
-    if !alone() {
-        return;
-    }
     let limits =
         ConnectionLimits { frame: Duration::from_millis(300), ..ConnectionLimits::default() };
-    let (_server, port) = server(limits, None);
-    let store = honest(port, None);
+    let Some((_server, port, store)) = start(limits) else { return };
     let before = descriptors();
     let set = frame(StoreOp::Set, &["half"], &[&[7; 100_000]]);
     for length in [1, 3, 4, 20, 5000, set.len() - 1] {
         // A client that exited in the middle of a frame.
-        let mut dead = admitted(port);
-        dead.write_all(&set[..length]).unwrap();
-        drop(dead);
+        drop(sent(port, &set[..length]));
         // A client that lives, but sends nothing more.
-        let mut slow = admitted(port);
-        slow.write_all(&set[..length]).unwrap();
+        let slow = sent(port, &set[..length]);
         let started = Instant::now();
         assert!(closed(slow), "{length}");
         assert!(started.elapsed() < Duration::from_secs(5));
@@ -365,16 +331,12 @@ fn p18_slow_and_dead_clients_are_let_go() {
 
 #[test]
 fn p18_clients_that_ask_for_what_is_not_there_and_go_are_let_go_at_once() {
-    if !alone() {
-        return;
-    }
-    let (_server, port) = server(ConnectionLimits::default(), None);
-    let store = honest(port, None);
+    let Some((_server, port, store)) = start(ConnectionLimits::default()) else { return };
     let before = descriptors();
     for _ in 0..50 {
         // Request and end of the connection usually arrive together, so the end causes no separate
         // event.
-        admitted(port).write_all(&frame(StoreOp::Get, &["never"], &[])).unwrap();
+        drop(sent(port, &frame(StoreOp::Get, &["never"], &[])));
     }
     let started = Instant::now();
     eventually("the server closing its side", || descriptors() <= before);
@@ -384,11 +346,7 @@ fn p18_clients_that_ask_for_what_is_not_there_and_go_are_let_go_at_once() {
 
 #[test]
 fn p18_running_out_of_descriptors_is_survived() {
-    if !alone() {
-        return;
-    }
-    let (_server, port) = server(ConnectionLimits::default(), None);
-    let store = honest(port, None);
+    let Some((_server, port, store)) = start(ConnectionLimits::default()) else { return };
     let limit = getrlimit(Resource::Nofile);
     let before = descriptors();
     setrlimit(Resource::Nofile, Rlimit { current: Some(before as u64 + 40), ..limit }).unwrap();
@@ -414,9 +372,8 @@ fn p18_unidentified_peers_leave_descriptors_to_ranks_and_to_the_process() {
     // Ranks are admitted before the five seconds expire in which pending connections must introduce
     // themselves.
     let timeout = Duration::from_secs(3);
-    let ranks: Vec<TcpStore> = (0..8)
-        .map(|_| TcpStore::open(TcpOptions { timeout, ..options("127.0.0.1", port) }).unwrap())
-        .collect();
+    let ranks: Vec<TcpStore> =
+        (0..8).map(|_| open(TcpOptions { timeout, ..options("127.0.0.1", port) })).collect();
     assert_eq!(ranks.iter().map(|rank| rank.add("came", 1).unwrap()).max(), Some(8));
     thread::sleep(SHORT);
     assert_eq!(child.try_wait().unwrap(), None, "it found no descriptor");

@@ -1,8 +1,7 @@
 //! Servers in processes of their own.
 
-use crate::clients::{LONG, SHORT, SOON, eventually, free_port, options};
+use crate::clients::{LONG, SHORT, SOON, eventually, free_port, honest, open, options};
 use crate::process::{alone, process, role};
-use crate::tcp_hostile::honest;
 use rustix::process::{Resource, Rlimit, Signal, kill_process, setrlimit};
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Stdio};
@@ -11,7 +10,7 @@ use std::time::{Duration, Instant};
 use symm::error::{Error, ErrorKind};
 use symm::store::Store;
 use symm::store::request::{Request, StoreOp};
-use symm::store::tcp::{TcpOptions, TcpStore};
+use symm::store::tcp::TcpOptions;
 
 /// Runs as a server if the test program was started as one; otherwise does nothing. It exits when
 /// no file descriptor is free for a file.
@@ -22,8 +21,7 @@ fn server_process() {
     if let Some(limit) = descriptors {
         setrlimit(Resource::Nofile, Rlimit { current: Some(limit), maximum: Some(limit) }).unwrap();
     }
-    let _store =
-        TcpStore::open(TcpOptions { is_master: true, ..options("127.0.0.1", port) }).unwrap();
+    let _store = open(TcpOptions { is_master: true, ..options("127.0.0.1", port) });
     println!("serving");
     let started = Instant::now();
     while started.elapsed() < LONG && std::fs::File::open("/proc/self/stat").is_ok() {
@@ -55,20 +53,12 @@ fn a_killed_server_is_noticed_at_once_and_a_stopped_one_at_the_limit() {
     let stat = format!("/proc/{}/stat", child.id());
     eventually("the server's stop", || std::fs::read_to_string(&stat).unwrap().contains(") T "));
     let started = Instant::now();
-    let errors: Vec<Error> = [StoreOp::Get, StoreOp::Add]
-        .map(|op| {
-            store
-                .call(&Request::new(op, vec!["key"], vec![]), Some(Duration::from_millis(300)))
-                .unwrap_err()
-        })
-        .to_vec();
-    assert!(
-        errors
-            .iter()
-            .all(|error| error.kind == ErrorKind::Timeout
-                && error.message.contains("did not answer")),
-        "{errors:?}"
-    );
+    for op in [StoreOp::Get, StoreOp::Add] {
+        let request = Request::new(op, vec!["key"], vec![]);
+        let Error { kind, message } =
+            store.call(&request, Some(Duration::from_millis(300))).unwrap_err();
+        assert!(kind == ErrorKind::Timeout && message.contains("did not answer"), "{message}");
+    }
     assert!(started.elapsed() < SOON, "{:?}", started.elapsed());
     kill_process(pid, Signal::CONT).unwrap();
     assert_eq!(store.get("key", Some(LONG)).unwrap(), "value");

@@ -5,15 +5,19 @@
 //! variables reacquire their mutex, so it would report everything after them.
 #![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
 
+#[path = "../ranks/threads.rs"]
+mod threads;
+
+use crate::threads::{barrier, call, run, span};
 use std::sync::atomic::AtomicU32;
 use std::time::{Duration, Instant};
-use symm::coll::call::{Call, CallSpec, Collective, Span};
+use symm::coll::call::{CallSpec, Collective, Span};
 use symm::coll::message::{Message, MessageSpec};
 use symm::coll::plan::CpuThresholds;
 use symm::completion::Completion;
 use symm::control::{ControlBlock, Identity};
 use symm::dtype::DType;
-use symm::error::{ErrorKind, Result};
+use symm::error::ErrorKind;
 use symm::group::{Group, GroupTuning};
 use symm::mem::layout::SegmentLayout;
 use symm::mem::shm::ShmSegment;
@@ -62,32 +66,8 @@ fn as_threads(body: impl Fn(u32) + Sync) {
     });
 }
 
-fn span(data: &mut [u32]) -> Span {
-    Span { addr: data.as_mut_ptr() as usize, bytes: size_of_val(data) }
-}
-
 fn spans(data: &mut [Vec<u32>]) -> Vec<Span> {
     data.iter_mut().map(|data| span(data)).collect()
-}
-
-fn run(
-    group: &Group,
-    op: Collective,
-    root: u32,
-    inputs: Vec<Span>,
-    outputs: Vec<Span>,
-) -> Result<()> {
-    let (inputs, outputs, (me, n)) = (inputs.into(), outputs.into(), group.place());
-    let spec = CallSpec {
-        op,
-        dtype: DType::I32,
-        root: Rank(root),
-        inputs,
-        outputs,
-        ..CallSpec::barrier(None)
-    };
-    // SAFETY: each rank's tensors are its own, and live until the call has ended.
-    group.run(&[unsafe { Call::new(spec, me, n) }?], None)
 }
 
 fn collectives(group: &Group, rank: u32) {
@@ -99,7 +79,8 @@ fn collectives(group: &Group, rank: u32) {
                 .num_spans(Rank(rank), n);
             let mut given = vec![vec![rank + 1; count]; inputs];
             let mut got = vec![vec![0; count]; outputs];
-            run(group, op, root, spans(&mut given), spans(&mut got)).expect("a collective");
+            let spec = call(op, DType::I32, spans(&mut given), spans(&mut got));
+            run(group, CallSpec { root: Rank(root), ..spec }, None).expect("a collective");
             for (from, got) in got.iter().enumerate() {
                 let expected = match op {
                     Collective::Barrier => continue,
@@ -147,8 +128,7 @@ fn messages(group: &Group, rank: u32) {
 /// the group.
 fn endings(aborts: bool) {
     with_ranks(|group, rank| {
-        let barrier = || group.run(&[Call::barrier(None)], None);
-        barrier().expect("all are here");
+        barrier(group, None).expect("all are here");
         if rank == 0 && !aborts {
             group.shutdown();
         }
@@ -157,7 +137,7 @@ fn endings(aborts: bool) {
         }
         std::thread::scope(|scope| {
             let aborting = (aborts && rank == 1).then(|| scope.spawn(|| group.abort()));
-            let error = barrier().expect_err("rank 0 does not come");
+            let error = barrier(group, None).expect_err("rank 0 does not come");
             let expected = if aborts && rank == 1 { ErrorKind::Aborted } else { ErrorKind::Peer };
             assert!(error.kind == expected || error.message.contains("rank 0"), "{error}");
             if let Some(thread) = aborting {
