@@ -91,14 +91,9 @@ fn inputs(dtype: DType, sources: usize, count: usize, seed: u64) -> Vec<Vec<u8>>
     (0..sources).map(|_| (0..count).flat_map(|_| adversary(dtype, &mut random)).collect()).collect()
 }
 
-fn expected(op: ReduceOp, dtype: DType, inputs: &[Vec<u8>], count: usize) -> Vec<u8> {
-    expected_in(SumOrder::Rank, op, dtype, inputs, count)
-}
-
-fn expected_in(
+fn expected(
     order: SumOrder,
-    op: ReduceOp,
-    dtype: DType,
+    (op, dtype): (ReduceOp, DType),
     inputs: &[Vec<u8>],
     count: usize,
 ) -> Vec<u8> {
@@ -128,98 +123,68 @@ fn sources(shifted: &[(Vec<u8>, usize)]) -> Vec<InputElements> {
     shifted.iter().enumerate().map(source).collect()
 }
 
-/// Returns the result of the kernel of `isa`, and checks that the kernel writes nothing else.
-fn computed(
+/// A reduction with the kernel of an instruction set, into memory at `offset`.
+#[derive(Clone, Copy)]
+struct Reduction {
     isa: Isa,
+    order: SumOrder,
     op: ReduceOp,
     dtype: DType,
-    list: &[InputElements],
-    count: usize,
     offset: usize,
     store: WriteMode,
-) -> Vec<u8> {
-    computed_in(SumOrder::Rank, (isa, op, dtype), list, count, offset, store)
 }
 
-fn computed_in(
-    order: SumOrder,
-    (isa, op, dtype): (Isa, ReduceOp, DType),
-    list: &[InputElements],
-    count: usize,
-    offset: usize,
-    store: WriteMode,
-) -> Vec<u8> {
-    let bytes = count * dtype.size();
-    let mut out = vec![GUARD; offset + bytes + 64];
-    // SAFETY: the sources hold `count` elements, and `out` holds `count` from `offset`; `isa` is
-    // from `available`.
-    unsafe {
-        reduce_on(isa, order, op, dtype, out[offset..].as_mut_ptr(), list, count, list.len(), store)
-    };
-    assert!(out[..offset].iter().chain(&out[offset + bytes..]).all(|&byte| byte == GUARD));
-    out[offset..offset + bytes].to_vec()
-}
+impl Reduction {
+    fn of(op: ReduceOp, dtype: DType) -> Self {
+        let (isa, order) = (Isa::best(), SumOrder::Rank);
+        Self { isa, order, op, dtype, offset: 0, store: WriteMode::Cached }
+    }
 
-#[test]
-fn every_path_computes_the_reference() {
-    let most = COUNTS[COUNTS.len() - 1];
-    for (op, dtype) in pairs() {
-        for ranks in [1, 2, 3, 5, 8] {
-            let inputs = inputs(dtype, ranks, most, ranks as u64);
-            let expected = expected(op, dtype, &inputs, most);
-            for (offset, store) in [
-                (0, WriteMode::Cached),
-                (1, WriteMode::Cached),
-                (0, WriteMode::Streaming),
-                (35, WriteMode::Streaming),
-            ] {
-                let shifted = misaligned(&inputs, offset);
-                let list = sources(&shifted);
-                for &isa in Isa::available() {
-                    for count in COUNTS {
-                        let result = computed(isa, op, dtype, &list, count, offset, store);
-                        assert!(
-                            result == expected[..count * dtype.size()],
-                            "{} of {ranks} x {count} {} with {isa:?}, {store:?}, offset {offset}",
-                            op.name(),
-                            dtype.name()
-                        );
-                    }
-                }
-            }
-        }
+    /// Returns the result, and checks that the kernel writes nothing else.
+    fn computed(self, list: &[InputElements], count: usize) -> Vec<u8> {
+        let Self { isa, order, op, dtype, offset, store } = self;
+        let bytes = count * dtype.size();
+        let mut out = vec![GUARD; offset + bytes + 64];
+        let to = out[offset..].as_mut_ptr();
+        // SAFETY: the sources hold `count` elements, and `out` holds `count` from `offset`; `isa`
+        // is from `available`.
+        unsafe { reduce_on(isa, order, op, dtype, to, list, count, list.len(), store) };
+        assert!(out[..offset].iter().chain(&out[offset + bytes..]).all(|&byte| byte == GUARD));
+        out[offset..offset + bytes].to_vec()
     }
 }
 
 #[test]
-fn trees_combine_halves() {
+fn every_path_computes_the_reference_and_trees_combine_halves() {
     let most = COUNTS[COUNTS.len() - 1];
-    for (op, dtype) in pairs() {
-        // Up to 8 ranks, because `FACTORS` has a factor for each of 8 ranks.
-        for ranks in [1, 2, 3, 4, 5, 6, 7, 8] {
-            let inputs = inputs(dtype, ranks, most, 40 + ranks as u64);
-            let expected = expected_in(SumOrder::Tree, op, dtype, &inputs, most);
-            for (offset, store) in [(1, WriteMode::Cached), (35, WriteMode::Streaming)] {
+    // Up to 8 ranks, because `FACTORS` has a factor for each of 8 ranks.
+    let in_order = [
+        (0, WriteMode::Cached),
+        (1, WriteMode::Cached),
+        (0, WriteMode::Streaming),
+        (35, WriteMode::Streaming),
+    ];
+    for (order, ranks, places) in [
+        (SumOrder::Rank, &[1, 2, 3, 5, 8][..], &in_order[..]),
+        (SumOrder::Tree, &[1, 2, 3, 4, 5, 6, 7, 8], &[in_order[1], in_order[3]]),
+    ] {
+        for ((op, dtype), &ranks) in pairs().flat_map(|pair| ranks.iter().map(move |n| (pair, n))) {
+            let inputs = inputs(dtype, ranks, most, ranks as u64);
+            let expected = expected(order, (op, dtype), &inputs, most);
+            for &(offset, store) in places {
                 let shifted = misaligned(&inputs, offset);
                 let list = sources(&shifted);
-                for &isa in Isa::available() {
-                    for count in COUNTS {
-                        let result = computed_in(
-                            SumOrder::Tree,
-                            (isa, op, dtype),
-                            &list,
-                            count,
-                            offset,
-                            store,
-                        );
-                        assert!(
-                            result == expected[..count * dtype.size()],
-                            "tree {} of {ranks} x {count} {} with {isa:?}, {store:?}, \
-                             offset {offset}",
-                            op.name(),
-                            dtype.name()
-                        );
-                    }
+                for (&isa, count) in
+                    Isa::available().iter().flat_map(|isa| COUNTS.map(|count| (isa, count)))
+                {
+                    let reduction = Reduction { isa, order, op, dtype, offset, store };
+                    assert!(
+                        reduction.computed(&list, count) == expected[..count * dtype.size()],
+                        "{order:?} {} of {ranks} x {count} {} with {isa:?}, {store:?}, offset \
+                         {offset}",
+                        op.name(),
+                        dtype.name()
+                    );
                 }
             }
         }
@@ -232,14 +197,8 @@ fn trees_of_trees_are_trees() {
     let summed = |parts: &[Vec<u8>]| -> Vec<u8> {
         let list: Vec<InputElements> =
             parts.iter().map(|part| InputElements { ptr: part.as_ptr(), factor: 1.0 }).collect();
-        computed_in(
-            SumOrder::Tree,
-            (Isa::best(), ReduceOp::Sum, DType::F32),
-            &list,
-            65,
-            0,
-            WriteMode::Cached,
-        )
+        let sum = Reduction::of(ReduceOp::Sum, DType::F32);
+        Reduction { order: SumOrder::Tree, ..sum }.computed(&list, 65)
     };
     for of in [1, 3, 8, 20, 128] {
         let leaves = &leaves[..of];
@@ -253,7 +212,7 @@ fn trees_of_trees_are_trees() {
 #[test]
 fn nothing_is_written_without_sources() {
     for (op, dtype) in pairs() {
-        let result = computed(Isa::best(), op, dtype, &[], 65, 3, WriteMode::Cached);
+        let result = Reduction { offset: 3, ..Reduction::of(op, dtype) }.computed(&[], 65);
         assert!(result.iter().all(|&byte| byte == GUARD));
     }
 }
@@ -275,7 +234,7 @@ fn the_result_may_replace_any_source() {
             unsafe { reduce(op, dtype, dst, &list, count, store) };
             let (bytes, shift) = &shifted[replaced];
             assert!(
-                bytes[*shift..] == expected(op, dtype, &inputs, count),
+                bytes[*shift..] == expected(SumOrder::Rank, (op, dtype), &inputs, count),
                 "{} {}",
                 op.name(),
                 dtype.name()
@@ -291,8 +250,7 @@ fn averages_of_many_ranks_fit() {
     {
         let values = [value; 9];
         let source = InputElements { ptr: values.as_ptr(), factor: 1.0 };
-        let result =
-            computed(Isa::best(), ReduceOp::Avg, dtype, &[source; 128], 9, 0, WriteMode::Cached);
+        let result = Reduction::of(ReduceOp::Avg, dtype).computed(&[source; 128], 9);
         assert_eq!(result, [average; 9], "{value} as {}", dtype.name());
     }
 }
@@ -302,8 +260,7 @@ fn huge_values_cancel_in_rank_order() {
     let values = [1e30f32, -1e30, 1.0];
     for (order, sum) in [([0, 1, 2], 1.0), ([0, 2, 1], 0.0), ([2, 0, 1], 0.0)] {
         let list = order.map(|i| InputElements { ptr: values[i..].as_ptr().cast(), factor: 1.0 });
-        let result =
-            computed(Isa::best(), ReduceOp::Sum, DType::F32, &list, 1, 0, WriteMode::Cached);
+        let result = Reduction::of(ReduceOp::Sum, DType::F32).computed(&list, 1);
         assert_eq!(decode(DType::F32, &result), sum);
     }
 }
@@ -348,19 +305,15 @@ fn small_floats_round_like_the_half_crate_and_torch() {
 fn kernel_narrowed(dtype: DType, value: f32) -> Vec<u8> {
     use super::convert::{BF16, E4M3Fn, E4M3Fnuz, E5M2, E5M2Fnuz, F16};
     use super::element::Element;
-    if dtype == DType::F16 {
-        return F16::narrow(value).0.to_le_bytes().to_vec();
-    }
-    if dtype == DType::BF16 {
-        return BF16::narrow(value).0.to_le_bytes().to_vec();
-    }
-    let small = [
-        (DType::F8E5M2, E5M2::narrow(value).0),
-        (DType::F8E4M3FN, E4M3Fn::narrow(value).0),
-        (DType::F8E5M2FNUZ, E5M2Fnuz::narrow(value).0),
-        (DType::F8E4M3FNUZ, E4M3Fnuz::narrow(value).0),
+    let codes = [
+        (DType::F16, F16::narrow(value).0.to_le_bytes().to_vec()),
+        (DType::BF16, BF16::narrow(value).0.to_le_bytes().to_vec()),
+        (DType::F8E5M2, vec![E5M2::narrow(value).0]),
+        (DType::F8E4M3FN, vec![E4M3Fn::narrow(value).0]),
+        (DType::F8E5M2FNUZ, vec![E5M2Fnuz::narrow(value).0]),
+        (DType::F8E4M3FNUZ, vec![E4M3Fnuz::narrow(value).0]),
     ];
-    small.iter().filter(|(of, _)| *of == dtype).map(|(_, code)| *code).collect()
+    codes.into_iter().find(|(of, _)| *of == dtype).expect("a float").1
 }
 
 #[test]
@@ -371,8 +324,8 @@ fn conversions_hold_at_every_code_and_around_every_midpoint() {
             let bytes = &code.to_le_bytes()[..dtype.size()];
             let value = decode(dtype, bytes);
             let source = InputElements { ptr: bytes.as_ptr(), factor: 1.0 };
-            let same =
-                computed(Isa::Portable, ReduceOp::Sum, dtype, &[source], 1, 0, WriteMode::Cached);
+            let sum = Reduction { isa: Isa::Portable, ..Reduction::of(ReduceOp::Sum, dtype) };
+            let same = sum.computed(&[source], 1);
             assert_eq!(same, encode(dtype, value), "{code:#x} of {}", dtype.name());
             let next = decode(dtype, &(code + 1).to_le_bytes()[..dtype.size()]);
             let middle = ((value + next) / 2.0) as f32;
@@ -444,8 +397,8 @@ proptest! {
                 InputElements { ptr, ..*source }
             })
             .collect();
-        let first = computed(Isa::best(), op, dtype, &list, at, offset, store);
-        let second = computed(Isa::best(), op, dtype, &later, count - at, offset, store);
-        prop_assert!([first, second].concat() == expected(op, dtype, &inputs, count));
+        let reduction = Reduction { offset, store, ..Reduction::of(op, dtype) };
+        let parts = [reduction.computed(&list, at), reduction.computed(&later, count - at)];
+        prop_assert!(parts.concat() == expected(SumOrder::Rank, (op, dtype), &inputs, count));
     }
 }
