@@ -69,7 +69,7 @@ class Shape:
         return self.count // self.world
 
     def pattern(self, ranks: range | list[int], start: int, count: int) -> Pattern:
-        """Returns the expected values of ``count`` elements from ``start``, combined over ``ranks`` with the reduction."""
+        """Returns the expected values of ``count`` elements from ``start``: the reduction over ``ranks``."""
         return Pattern(ranks, start, count, self.world, self.dtype, self.redop, self.device)
 
     def empty(self, count: int) -> torch.Tensor:
