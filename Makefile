@@ -16,7 +16,7 @@ PARALLEL = -n $(PYTEST_WORKERS) --dist loadfile
 # For `timed` tests: no other test runs at the same time. A test that fails runs once more, and pytest lists it as RERUN.
 ALONE = -p no:xdist --reruns 1 -rR
 
-.PHONY: demo test test-slow test-all test-rust test-kernels test-random test-python test-python-parallel test-python-timed test-python-slow test-python-slow-others test-python-slow-timed test-cuda test-torch-all bench bench-gpu check-gpu bench-stores bench-serving bench-mpi bench-internode lint pyright fmt docs loom fuzz fuzz-build soak faults tsan asan asan-kernels mutants test-aarch64 wheel wheels matrix test-clients build tools clean
+.PHONY: demo test test-slow test-all test-rust test-rust-programs test-kernels test-random test-python test-python-parallel test-python-timed test-python-slow test-python-slow-others test-python-slow-timed test-cuda test-torch-all bench bench-gpu check-gpu bench-stores bench-serving bench-mpi bench-internode lint pyright fmt docs loom fuzz fuzz-build soak faults tsan asan asan-kernels mutants test-aarch64 wheel wheels matrix test-clients build tools clean
 # One rank per core, but at least 2 and at most 4.
 DEMO_RANKS ?= $(shell cores=$$(nproc); echo $$((cores < 2 ? 2 : cores > 4 ? 4 : cores)))
 demo: build
@@ -37,6 +37,10 @@ test-torch-all: build
 # A failure in one file must not hide the tests of the others.
 test-rust: tools
 	cargo test --quiet --no-fail-fast
+
+# Compiles the programs of test-rust without running them.
+test-rust-programs: tools
+	cargo test --quiet --no-run
 
 # Random programs on emulated GPUs. SYMM_RANDOM_PROGRAMS= sets their number; SYMM_RANDOM_SEED= and SYMM_EMULATED_SEED= vary them.
 test-random: tools
