@@ -211,7 +211,7 @@ tsan: tools
 asan: build
 	tests/asan $(BIN)/python $(ASAN_TESTS)
 
-# The CUDA kernels, emulated by threads of the host, under the same two sanitizers: accesses outside tensors. Only in .ci/nightly: it takes ten minutes.
+# The CUDA kernels, emulated by threads of the host, under the same two sanitizers, which detect accesses outside tensors. Only in .ci/nightly: it takes ten minutes.
 ASAN_RUNNER = ["env", "LD_PRELOAD=$(foreach library,libasan.so libubsan.so,$(shell $(CXX) -print-file-name=$(library)))"]
 asan-kernels: tools
 	SYMM_EMULATED_FLAGS="-g -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer" \

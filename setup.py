@@ -1,8 +1,8 @@
 """Builds the native part: Rust by cargo, then libtorch_symm.so and an extension for each torch by CMake.
 
-Without further words for the torch at hand. ``TORCH_SYMM_TORCHES`` names others, as ``2.11=FOLDER,2.12=FOLDER``, where
-``FOLDER`` holds the headers of that version. ``TORCH_SYMM_PROFILE`` is cargo's profile. ``TORCH_SYMM_LIBRARIES`` is
-what the linker gets in place of the compiler's own libraries (packaging/wheels.py sets all three).
+Builds for the installed torch unless ``TORCH_SYMM_TORCHES`` names others, as ``2.11=FOLDER,2.12=FOLDER``, where
+``FOLDER`` holds the headers of that version. ``TORCH_SYMM_PROFILE`` is cargo's profile. ``TORCH_SYMM_LIBRARIES`` has
+the linker's flags for the standard libraries. packaging/wheels.py sets all three.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from setuptools import Distribution, Extension, setup
 from setuptools.command.build_ext import build_ext
 
 if int(setuptools.__version__.partition(".")[0]) < 77:
-    # An older one ends over a key of pyproject.toml that it does not know.
+    # Older versions fail on a key of pyproject.toml that they do not know.
     sys.exit(
         f"torch-symm cannot be built with setuptools {setuptools.__version__}: leave out --no-build-isolation, "
         "or first pip install 'setuptools>=77' cmake ninja"
@@ -35,7 +35,7 @@ running = runpy.run_path(str(ROOT / "packaging" / "progress.py"))["running"]
 
 
 def torch_at_hand() -> Path | None:
-    """The folder of the installed torch, also where pip hides it from an isolated build."""
+    """Returns the folder of the installed torch, even if pip hides it from an isolated build."""
     paths = [*sys.path, sysconfig.get_paths()["purelib"], *site.getsitepackages(), site.getusersitepackages()]
     found = (Path(path) / "torch" for path in paths)
     return next(
@@ -56,7 +56,7 @@ def torches() -> dict[str, str]:
 
 
 def path_maps() -> dict[Path, str]:
-    """Names of this machine's places in messages. Of several prefixes that match, the last wins."""
+    """Returns the names that replace this machine's directories in messages. The last prefix that matches is used."""
     home = Path.home()
     return {
         home: "home",
@@ -82,7 +82,7 @@ def cargo(profile: str, maps: list[str]) -> tuple[Path, Path]:
     command = [tool("cargo", "install Rust 1.89 or newer from https://rustup.rs"), "rustc", "--lib"]
     command += ["--crate-type=staticlib", "--features=bridge", f"--profile={profile}"]
     command += [f"--manifest-path={ROOT / 'Cargo.toml'}", "--message-format=json-render-diagnostics"]
-    # cargo reads the first of these that is set; what the caller asks for stays.
+    # cargo reads only the first of these variables that is set; the caller's flags are kept.
     encoded = os.environ.get("CARGO_ENCODED_RUSTFLAGS")
     flags = encoded.split("\x1f") if encoded else os.environ.get("RUSTFLAGS", "").split()
     flags += [f"--remap-path-prefix={place}={name}" for place, name in path_maps().items()]
@@ -134,11 +134,11 @@ class Build(build_ext):
             subprocess.run([cmake, "--build", str(folder)], stdout=sys.stderr, check=True)
 
     def get_outputs(self) -> list[str]:
-        """The files that were made; setuptools asks for them when it lists what is installed."""
+        """Returns the files that were built; setuptools needs them to list the installed files."""
         return [str(file) for file in (Path(self.build_lib) / "torch_symm").glob("*.so")]
 
     def get_output_mapping(self) -> dict[str, str]:
-        """Nothing: an editable install finds the libraries beside the sources."""
+        """Returns nothing, because an editable install finds the libraries next to the sources."""
         return {}
 
 
@@ -146,7 +146,7 @@ class Native(Distribution):
     """A package with a native part, which is not a list of sources."""
 
     def has_ext_modules(self) -> bool:
-        """Makes the wheel one of this platform."""
+        """Returns true, which makes the wheel specific to this platform."""
         return True
 
 

@@ -23,7 +23,7 @@ from torch_symm.tools.bench.gpu.rank_sync import Meeting
 
 WITHOUT, FUSED = "without", "fused"
 PEER = {"cuda": "nccl", "cpu": "gloo"}
-#: Elements of a row, and of all ranks' rows in the MLP; few for a test without a GPU.
+#: Elements of a row, and of a row in the MLP over all ranks; few for a test without a GPU.
 WIDTHS = {"cuda": (8192, 28672), "cpu": (256, 896)}
 #: All-reduces of a layer.
 POINTS = 2

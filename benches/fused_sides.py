@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-#: The two products of a feed-forward layer: an all-gather before one, a reduce-scatter after one.
+#: The two products of a feed-forward layer: an all-gather before the first, a reduce-scatter after the second.
 GATHER, SCATTER = "ag+mm", "mm+rs"
 #: Maximum difference of a result relative to its norm: products are cut differently, and torch adds bf16 parts in bf16.
 TOLERANCE = 1e-2
@@ -38,7 +38,7 @@ def shapes(world: int) -> list[Shape]:
 
 #: The rows of each layer, and the width that is divided among ranks.
 LAYERS = ((4096, 8192), (16384, 8192), (8192, 28672))
-#: So small that a CPU computes them at once.
+#: Shapes that are so small that a CPU computes them quickly.
 SMALL = (Shape(GATHER, 64, 48, 32), Shape(SCATTER, 64, 32, 48))
 
 

@@ -25,7 +25,7 @@ FAILURES = (ProcessRaisedException, ProcessExitedException, StalledError)
 
 def ranks(parser: ArgumentParser, requested: int | None, device: str) -> int:
     """The number of ranks: as requested, otherwise one per GPU, or 2 on CPU. Rejects 1, and more ranks than GPUs."""
-    # NVML answers, so that this process gets no context on a GPU.
+    # torch asks NVML for the number, so this process gets no context on a GPU.
     there = torch.cuda.device_count() if device == "cuda" else MAX_RANKS
     world = requested or (min(there, MAX_RANKS) if device == "cuda" else 2)
     if world < 2 or world > there:

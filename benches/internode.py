@@ -61,7 +61,7 @@ def call_of(op: str, count: int, rank: int, group: Any) -> tuple[Callable[[], No
         sent = torch.full((part * WORLD,), float(rank))
         right = torch.arange(WORLD).repeat_interleave(part).float()
         return lambda: dist.all_to_all_single(whole, sent, group=group), lambda: torch.equal(whole, right)
-    # There and back between the first ranks of both nodes; the others are idle.
+    # A ping-pong between the first ranks of both nodes; the other ranks are idle.
     tensor, peers = own.clone(), (0, LAYOUT[0])
 
     def ping() -> None:

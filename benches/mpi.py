@@ -1,4 +1,4 @@
-"""Only the core compared with MPI, in one run: ``make bench-mpi``.
+"""Compares only the core with MPI, in one run: ``make bench-mpi``.
 
 It runs 4 ranks; the make target installs Intel MPI's runtime and mpi4py into ``VENV``. The two sides alternate,
 operation by operation, for a number of rounds. The program prints medians over rounds in µs, and MPI's time divided by

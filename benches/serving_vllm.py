@@ -31,7 +31,7 @@ MODES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
 }
 #: Modes that differ from the default only if vLLM is not batch-invariant.
 VARIANT = ("nccl", "own-norm")
-#: Quiet, without network, and without NVLink multicast.
+#: Settings that make vLLM quiet and keep it from using the network and NVLink multicast.
 QUIET = {
     **dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"), "1"),
     **dict.fromkeys(("VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_USE_FLASHINFER_SAMPLER", "NCCL_NVLS_ENABLE"), "0"),

@@ -40,7 +40,7 @@ WORKS = ("set", "get", "add", "wait", "mix", "hand over")
 ROUNDS = 5
 #: Calls per round and side, over all clients.
 CALLS = {"tcp": 8192, "file": 2048}
-#: torch's FileStore looks for keys every 10 ms.
+#: The calls of ``hand over`` on files, which are few because torch's FileStore polls for keys every 10 ms.
 PATIENT_CALLS = 64
 PATIENCE = timedelta(minutes=5)
 

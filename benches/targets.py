@@ -18,7 +18,7 @@ KB, MB = 1 << 10, 1 << 20
 RANKS = 4
 PEER = "gloo"
 
-# Per operation: up to 64 KB, 1 MB, 16 MB, 64 to 256 MB.
+# Ranges of sizes, one for each ratio of an operation: up to 64 KB, 1 MB, 16 MB, 64 to 256 MB.
 _BANDS = ((0, 64 * KB), (MB, MB), (16 * MB, 16 * MB), (64 * MB, 256 * MB))
 _RATIOS: dict[str, tuple[float, ...]] = {
     "all_reduce": (50.0, 10.0, 4.0, 3.5),
@@ -29,7 +29,7 @@ _RATIOS: dict[str, tuple[float, ...]] = {
     "send_recv": (8.0, 4.0, 3.0, 2.3),
     "barrier": (40.0,),
 }
-# Synchronous call through torch.distributed, one core per rank.
+# Maximum median of a synchronous call through torch.distributed, with one core per rank.
 _LATENCY_US: dict[tuple[str, int], float] = {("all_reduce", 8): 15.0}
 
 
@@ -76,7 +76,7 @@ def verdicts(rows: list[Found]) -> list[tuple[str, bool]]:
                 said = f"{ratio:.1f} of {target:g}" if ratio else f"{ours.median_us:.1f} µs"
                 place = f"{wanted.op} {wanted.dtype} {format_size(wanted.size)} {placement}"
                 found.append((f"{place}: {said}{' ?' if row.disturbed else ''}", met))
-            # Only what users call: in place if the operation has such a call.
+            # Judges only the call that users make: in place if the operation has such a call.
             break
     return found
 

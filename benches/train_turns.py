@@ -28,7 +28,7 @@ COMMUNICATES = re.compile(
     r"nccl|^(exchange|transfers|tiny)$|^\w+_(staged|low_latency|one_shot|two_shot|cube_mesh)$|^sum_part\w+$|PtoP",
     re.IGNORECASE,
 )
-#: Kinds of kernels on GPUs by their names; the first that matches.
+#: Kinds of kernels on GPUs, with patterns of their names; the first kind that matches counts.
 KERNELS = {
     "collectives": COMMUNICATES,
     "FSDP copies": re.compile(r"split_with_sizes_copy|chunk_cat|multi_tensor_apply.*Copy"),
@@ -122,7 +122,7 @@ def kind_of(name: str, kinds: dict[str, re.Pattern[str]]) -> str | None:
 
 
 def profiled(step: Callable[[], torch.Tensor], device: torch.device) -> Spent:
-    """What a step spends its time on, in milliseconds."""
+    """Returns the milliseconds that a step spends on each kind of work."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     with profile(activities=activities, acc_events=True) as recorded:
         started = settled(device)

@@ -43,7 +43,7 @@ def batches(world: int) -> list[list[Batch]]:
 
 
 def train_sharded(mesh: DeviceMesh, data: list[list[Batch]], *, has_average: bool) -> tuple[nn.Sequential, list[float]]:
-    """Trains on this rank's batches; the sharded model and the mean loss over ranks of each step."""
+    """Trains on this rank's batches; returns the sharded model and the mean loss over ranks of each step."""
     model = new_model()
     for layer in model:
         if isinstance(layer, nn.Linear):

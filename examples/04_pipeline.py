@@ -31,7 +31,7 @@ def mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def by_hand(stage: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> list[float]:
-    """All microbatches forward, then all backward; gradients stay in ``stage``; losses on the last rank."""
+    """Runs all microbatches forward, then backward; returns the losses on the last rank. ``stage`` gets gradients."""
     rank, world = dist.get_rank(), dist.get_world_size()
     first, last = rank == 0, rank == world - 1
     sends: list[dist.Work] = []

@@ -43,7 +43,7 @@ class Gathered(torch.autograd.Function):
 
 
 class Scattered(torch.autograd.Function):
-    """This rank's tokens of the sum over ranks of hidden @ weight."""
+    """hidden @ weight, summed over the ranks; each rank keeps its own tokens."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:

@@ -94,14 +94,14 @@ class Decoder:
 
 
 def separate(part: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Three steps."""
+    """Sums, adds and normalizes in three steps."""
     dist.all_reduce(part)
     residual = residual + part
     return F.rms_norm(residual, weight.shape, weight, EPS), residual
 
 
 def fused(part: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One operator."""
+    """Sums, adds and normalizes in one operator."""
     torch.ops.symm.all_reduce_add_rms_norm_(part, residual, weight, EPS, dist.group.WORLD.group_name)
     return part, residual
 

@@ -143,7 +143,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("ranks") is None:
         warm = item.session.stash.get(_WARM, None)
         if warm is not None and not warm.inside:
-            # Fixtures that were kept for marked tests, which have their own in the warm process.
+            # End the fixtures that pytest kept for marked tests, because those have their own in the warm process.
             item.session._setupstate.teardown_exact(item)
         return
     if not isinstance(item, pytest.Function) or (item.cls and hasattr(item.cls, "assertRaises")):

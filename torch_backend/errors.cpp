@@ -133,7 +133,7 @@ void check_store(const Status& status) {
 Status status_of_store(const std::exception_ptr& error) {
   auto status = status_of(error);
   if (status.kind == ErrorKind::Aborted) {
-    // `check_store` threw it further down, in a store of this package behind torch's interface.
+    // torch's interface wraps a store of this package, whose `check_store` threw this exception.
     interrupt = error;
   }
   return status;

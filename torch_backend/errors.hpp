@@ -40,8 +40,8 @@ bool timed_out(const std::exception_ptr& error);
 // Throws unless the status of a group is success.
 void check(const Status& status);
 
-// Throws the exception that a signal handler has raised while this thread waited in the core, if
-// any: it is why the call failed.
+// If a signal handler raised an exception while this thread waited in the core, throws that
+// exception, which is why the call failed.
 void rethrow_interrupt();
 
 // Throws unless the status of a store is success. The exception classes are those of torch's
@@ -52,12 +52,12 @@ void check_store(const Status& status);
 // (src/sys/interrupt.rs). The call throws whatever a signal handler raises.
 std::unique_ptr<InterruptHandle> python_signals();
 
-// Returns the status for an exception of a c10d::Store. c10d uses DistStoreError for timeouts;
-// exceptions without a kind here become Config.
+// Returns the status for an exception of a c10d::Store. c10d uses DistStoreError for timeouts; an
+// exception of a class that has no kind becomes Config.
 Status status_of(const std::exception_ptr& error);
 
-// As `status_of`, for an exception that passes through the core. A Python exception is rethrown by
-// the core call that fails because of it.
+// As `status_of`, for an exception that passes through the core. Keeps a Python exception, which
+// `check` or `check_store` of the core call that fails because of it rethrows.
 Status status_of_store(const std::exception_ptr& error);
 
 } // namespace symm

@@ -170,13 +170,13 @@ class FileStore(NativeStore):
 class TCPStore(NativeStore):
     """A store on a server, which the process with ``is_master`` runs; arguments as in ``torch.distributed.TCPStore``.
 
-    ``host_name``: a name, an address, or ``unix:/path`` with port 0. ``port`` 0 of a master: any free port, see
-    ``port``. ``world_size``: number of users, ``None`` if unknown; ``wait_for_workers`` waits for all of them.
-    ``multi_tenant``: masters of one process with the same port share a server. ``master_listen_fd``: a listening socket
-    to serve. ``timeout``, a ``timedelta``: for connecting, for waiting for users, and for later calls (300 s).
-    ``secret``: every user must pass it. ``require_same_user``: on loopback and without a secret, serve only processes
-    of this user, on a Unix socket in place of the port, which ``host`` then names. A pickle connects as a client; with
-    a secret, pickling raises ``TypeError``.
+    ``host_name``: a name, an address, or ``unix:/path`` with port 0. ``port``: 0 makes a master choose a free port,
+    which the property ``port`` has. ``world_size``: number of users, ``None`` if unknown; ``wait_for_workers`` waits
+    for all of them. ``multi_tenant``: masters of one process with the same port share a server. ``master_listen_fd``: a
+    listening socket to serve. ``timeout``, a ``timedelta``: for connecting, for waiting for users, and for later calls
+    (300 s). ``secret``: every user must pass it. ``require_same_user``: on loopback and without a secret, serves only
+    processes of this user, on a Unix socket in place of the port; ``host`` then names the socket. A pickle connects as
+    a client; with a secret, pickling raises ``TypeError``.
 
     Raises:
         DistNetworkError: the server cannot be reached within ``timeout``, or the port is taken.

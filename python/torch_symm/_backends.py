@@ -97,14 +97,14 @@ def make(backend: str, name: str, store: Store, rank: int, size: int, timeout: t
 
 
 def _try_out(made: Any, backend: str, rank: int, size: int, timeout: timedelta, where: torch.device) -> None:
-    """Makes every call that connecting nodes requires; all ranks do, in this order."""
+    """Makes every call that connecting nodes requires. All ranks make these calls, in the same order."""
 
     def own(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.uint8, device=where)
 
     c10d: Any = torch._C._distributed_c10d
     everybody, before, after = list(range(size)), (rank - 1) % size, (rank + 1) % size
-    # The length differs for each pair of ranks.
+    # A rank sends a different length to each rank.
     sent = own(*(to for to in everybody for _ in range(rank + to)))
     taken = own(*(255 for source in everybody for _ in range(rank + source)))
     gathered, cast = own(*everybody).zero_(), own(rank)

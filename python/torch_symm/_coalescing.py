@@ -35,7 +35,7 @@ def end_blocks_at_exceptions() -> None:
 def _ending(blocks: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     def block(group: Any = None, *given: Any, **named: Any) -> Iterator[Any]:
         found = distributed_c10d.GroupMember.WORLD if group is None else group
-        # Inside another block of the same group: the outer block ends both.
+        # True within another block of the same group; the outer block then ends both blocks.
         inner = found in distributed_c10d._world.pg_coalesce_state
         try:
             yield from blocks(group, *given, **named)

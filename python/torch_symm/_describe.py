@@ -91,7 +91,7 @@ def _other_nodes(own: Any) -> str:
 
 
 def prices(device: str, ranks: int, world: int, source: str, profile: Path | None = None) -> Any:
-    """Prices in groups of ``ranks``, with all ``world`` ranks on one node; ``None`` if nothing was measured here.
+    """Returns the prices in groups of ``ranks``, with all ``world`` ranks on one node; ``None`` without measurements.
 
     Raises:
         SymmConfigError: the profile is faulty or of other hardware.

@@ -75,8 +75,8 @@ def _leave_with_multiprocessing(native: Any) -> None:
 def forget_failed_start() -> None:
     """Resets torch's count of groups after the default group could not be made, so that a retry can succeed.
 
-    torch names groups by this count, prefixes all keys of the store with the name, and counts a default group that
-    failed until one is destroyed. In a retry, ranks with different counts, such as new processes, would not meet.
+    torch names groups by this count and prefixes all keys of the store with the name. A default group that failed stays
+    counted until a default group is destroyed. In a retry, it would not meet new processes, whose count is lower.
     """
     world = distributed_c10d._world
     if not world.pg_map:
@@ -86,8 +86,8 @@ def forget_failed_start() -> None:
 def _choose_symmetric_memory() -> None:
     """Makes ``SYMM`` torch's symmetric memory for CUDA if the program has neither chosen nor used another.
 
-    A program's choice of torch's own, the default, is not visible here; the environment variable
-    ``TORCH_SYMMMEM=CUDA``, which torch also reads, keeps it.
+    torch's own backend is the default, so this function cannot see whether the program chose it. The environment
+    variable ``TORCH_SYMMMEM=CUDA``, which torch also reads, keeps torch's backend.
     """
     if "TORCH_SYMMMEM" in os.environ or _SymmetricMemory.get_backend(torch.device("cuda")) != "CUDA":
         return

@@ -58,7 +58,7 @@ _lock = RLock()
 
 
 def allocate(holder: int, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns ``count`` uninitialised elements of the pool of ``device``, which then lives as long as ``holder``.
+    """Returns ``count`` uninitialised elements of the pool of ``device``, which now lives until ``holder`` releases it.
 
     Raises:
         torch.OutOfMemoryError: not enough memory is available.

@@ -182,7 +182,7 @@ def _open(
     from torch_symm._native import load
 
     try:
-        # Without waiting for workers, which would only count them; `TCPStore._assemble` names the missing ones.
+        # Does not wait for the workers, because that only counts them; `TCPStore._assemble` names the missing ones.
         store: TCPStore = load().TCPStore(
             host,
             port,

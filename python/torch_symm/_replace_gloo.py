@@ -151,7 +151,7 @@ def _able(options: Any) -> str:
 
 
 def _first(words: list[str], kind: str) -> str:
-    """Returns the first word of that kind, without the kind, with its rank; empty if no word has that kind."""
+    """Returns the first word with the prefix ``kind``, with its rank instead of the prefix; empty if no word has it."""
     return next((f"rank {rank}: {word[len(kind) :]}" for rank, word in enumerate(words) if word.startswith(kind)), "")
 
 

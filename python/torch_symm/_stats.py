@@ -29,8 +29,8 @@ def stats() -> Stats:
     Counts enqueued calls: a captured call once, not at each replay. Among the calls and replays that the devices have
     reached, ``"zero_copy"`` counts those in which this rank loaded or stored symmetric memory of a peer.
 
-    ``"inter_node"`` exists once a multi-node group has been joined. For the name of each such group, it has what
-    this rank has exchanged with other nodes, including CPU tensors, by path: ``"gloo rail 0"`` and ``"nccl rail 0"``
+    ``"inter_node"`` exists once a multi-node group has been joined. For each such group, by its name, it has this
+    rank's traffic with other nodes, including CPU tensors, by path: ``"gloo rail 0"`` and ``"nccl rail 0"``
     for its rail, ``"gloo rank 3"`` and ``"nccl rank 3"`` for its messages with that rank of the default group, and
     ``"nccl all ranks"``. Each has ``calls``, ``transfers``, and in bytes ``sent`` and ``received``.
 

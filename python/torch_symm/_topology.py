@@ -23,7 +23,7 @@ def detect_dma_connectivity(device_type: str, connection_type: str) -> DMAConnec
     """Counts the NVLinks between this process's CUDA devices, in torch's order (``CUDA_VISIBLE_DEVICES``).
 
     Gets the devices from torch, which initialises CUDA, and the links from NVML or ``SYMM_TOPOLOGY_FILE``. For two GPUs
-    on switches, the count is that of the GPU with fewer links. Without a CUDA device, the matrix is empty.
+    on switches, it counts the links of the GPU that has fewer. Without a CUDA device, the matrix is empty.
 
     Args:
         device_type: ``"cuda"``.

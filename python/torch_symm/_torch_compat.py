@@ -27,7 +27,7 @@ def group_name(mesh: DeviceMesh, mesh_dim: int) -> Any:
     ``funcol._resolve_group_name`` returns the same, but in 2.12 and later as a ``GroupName``, which Dynamo cannot
     trace.
     """
-    # Not imported above: making a group must not wait for this module, which any code with a mesh has imported.
+    # Not imported above, so that making a group does not wait for this module; code with a mesh has imported it.
     funcol = torch.distributed._functional_collectives
     if hasattr(funcol, "_resolve_group"):
         group = funcol._resolve_group((mesh, mesh_dim))
@@ -192,7 +192,7 @@ def nccl(name: str, store: Store, rank: int, size: int, timeout: timedelta) -> B
 
 @contextmanager
 def _unwatched() -> Iterator[None]:
-    """Disables NCCL's watchdog, whose settings a backend reads when made: the group's owner ends calls that hang."""
+    """Disables NCCL's watchdog, because symm ends calls that hang. A backend reads these settings when it is made."""
     watchful = dict.fromkeys(
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT"), "0"
     )
@@ -212,7 +212,7 @@ def knows_backend(name: str) -> bool:
     """Returns true if torch can make a backend of this name: a plug-in, or one that it was built with."""
     backends: Any = distributed_c10d.Backend
     if hasattr(backends, "_ensure_backend_registered"):
-        # From 2.15 on, plug-ins, and torch's own, may be registered on first use.
+        # From 2.15 on, torch may register plug-ins and its own backends on first use.
         backends._ensure_backend_registered(name)
     built: dict[str, Callable[[], bool]] = {
         "gloo": distributed_c10d.is_gloo_available,

@@ -133,7 +133,8 @@ def use(model: torch.nn.Module) -> None:
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
         raise ValueError("torch_symm.fsdp.use: no module was passed to fully_shard yet")
-    # By identity, because torch's meshes with the same ranks and names compare equal even if their groups differ.
+    # The key is the identity, because torch's meshes with the same ranks and names are equal even if their groups
+    # differ.
     found = [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
     meshes = {id(mesh): mesh for mesh in found}.values()
     groups = [(group, mesh.device_type) for mesh in meshes for group in mesh.get_all_groups()]

@@ -31,8 +31,8 @@ void bind_error(py::module_& module, ErrorKind kind, const char* name, const cha
 
 using Options = ProcessGroupSymm::Options;
 
-// Seconds or a timedelta, in this order: pybind11 would convert a float to milliseconds without a
-// check.
+// A number of seconds or a timedelta. `double` comes first, because pybind11 would convert a float
+// to milliseconds without a check.
 using Timeout = std::variant<double, std::chrono::milliseconds>;
 
 std::chrono::milliseconds milliseconds_of(const Timeout& timeout) {
@@ -155,8 +155,8 @@ void bind(py::module_ module) {
       // collective; ours involves only the new members.
       .def(
           "perform_nocolor_split", [](ProcessGroupSymm&, const at::Device&) {}, py::arg("device"))
-      // torch's shrink_group queries this, and then raises a TypeError that does not name the
-      // alternative.
+      // torch's shrink_group queries this, and then raises a TypeError that does not name an
+      // alternative; the warning does.
       .def_property_readonly(
           "supports_shrinking",
           [](const ProcessGroupSymm&) {
@@ -172,7 +172,7 @@ void bind(py::module_ module) {
             }
             return false;
           })
-      // c10d's own binding passes only the index.
+      // c10d's own binding passes only the device's index, without its type.
       .def(
           "supports_tensor_alloc",
           [](ProcessGroupSymm&, const at::Device& device) {

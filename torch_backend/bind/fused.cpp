@@ -1,6 +1,6 @@
-// The operators' schemas. Python calls the operators through torch.ops.symm, and implements them
-// for tensors without memory. They are in this file because the linker drops files to which nothing
-// refers.
+// The operators' schemas and registrations, including those for tensors without memory (Meta).
+// Python calls the operators through torch.ops.symm. The registrations are in this file because the
+// linker drops files to which nothing refers.
 #include <torch/library.h>
 
 #include "bind/bind.hpp"

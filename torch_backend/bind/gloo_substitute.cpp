@@ -22,7 +22,8 @@ PyObject* apparent_class(PyObject* self, void*) {
   return seen;
 }
 
-// Makes an exception that is both ours and the RuntimeError that Gloo raises for a bad argument.
+// Makes an exception class that derives from `ours` and from RuntimeError, which Gloo raises for a
+// bad argument.
 void bind_refusal(py::module_& module, ErrorKind kind, const char* name, PyObject* ours) {
   const auto bases = py::make_tuple(py::handle(ours), py::handle(PyExc_RuntimeError));
   const std::string full = std::string("torch_symm._C.") + name;

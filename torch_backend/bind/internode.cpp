@@ -29,8 +29,8 @@ auto asked(Ask&& ask) {
   }
 }
 
-// Keeps the Python object of `made` alive if its class is a Python class, because its methods live
-// there.
+// Returns the backend `made`. If its class is a Python class, this also keeps the Python object
+// alive, because the object has the methods.
 BackendPtr kept(py::object made) {
   auto backend = made.cast<Holder<::c10d::Backend>>();
   auto* const pointer = backend.get();

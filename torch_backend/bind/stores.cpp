@@ -49,7 +49,7 @@ Holder<TcpStore> open_tcp(
     spec.secret.push_back(static_cast<uint8_t>(byte));
   }
   spec.require_same_user = require_same_user;
-  // Not a call guard, under which pybind11 would register the new object without the GIL.
+  // This is not a call guard, because pybind11 would then register the new object without the GIL.
   const py::gil_scoped_release released;
   return c10::make_intrusive<TcpStore>(spec);
 }

@@ -1,4 +1,4 @@
-// Checks of both operators, and their inputs to the planner.
+// The argument checks of both fused matmuls, and the descriptions that they pass to the planner.
 #include "fused/fused.hpp"
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>

@@ -77,7 +77,7 @@ class ScatterCall final : public FusedOperator {
   }
 
  private:
-  // Returns the part that `rank` has computed for `of`.
+  // Returns the part that `rank` has computed for rank `of`.
   at::Tensor part(size_t rank, size_t of) const {
     return workspace_.matrix(
         rank, *call_, of * call_->part_bytes, out_.sizes(), out_.scalar_type());

@@ -25,8 +25,8 @@ CallStreams::~CallStreams() {
     return;
   }
   try {
-    // Destroying an event switches back to the thread's device, which would make a context there if
-    // it had none.
+    // Destroying an event switches devices and then back to the thread's device; without the guard,
+    // that would create a context on a device that has none.
     const c10::DeviceGuard guard(device_);
     events_.clear();
     copied_.reset();

@@ -26,9 +26,9 @@ class CallStreams {
   CallStreams(const CallStreams&) = delete;
   CallStreams& operator=(const CallStreams&) = delete;
 
-  // Starts a call on the calling thread's stream, ordered after the previous call on any stream:
-  // the last call outside captures, or the last call of the same capture. The program orders the
-  // replays of graphs.
+  // Starts a call on the calling thread's stream. A captured call is ordered after the previous
+  // call of the same capture, any other call after the previous call outside captures, whatever
+  // their streams. The program must order the replays of graphs.
   void begin();
   // Ends the call: the caller's stream waits for both streams.
   void end();
@@ -69,8 +69,8 @@ class CallStreams {
   // Null on the CPU.
   const c10::impl::DeviceGuardImplInterface* const interface_;
   std::array<std::optional<c10::Stream>, 2> streams_;
-  // Events of the call. A wait refers to what the event marks at that time, so the next call may
-  // record the events again.
+  // The events of a call's marks. A wait refers to the latest recording of an event when the wait
+  // is enqueued, so the next call may record the events again.
   std::vector<c10::Event> events_;
   uint64_t capture_ = 0;
   // The end of a call's work on the copying stream.

@@ -54,9 +54,9 @@ class Workspace {
     return streams_.device();
   }
 
-  // Enqueues a call, with all streams joined to the caller's at the end. If the workspace is too
-  // small, it is made again, which waits for the device and all ranks, and is rejected during a
-  // capture.
+  // Enqueues a call, at whose end the caller's stream waits for the other stream. If the workspace
+  // is too small, first makes a larger one, which waits for the device and all ranks, and throws
+  // during a capture.
   void run(FusedOperator& op);
 
   // Returns a matrix in the piece of `rank` that `call` uses, `bytes` behind its start.

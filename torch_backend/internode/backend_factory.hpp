@@ -34,16 +34,16 @@ struct BackendFactories {
       std::chrono::milliseconds timeout,
       int device)>
       make;
-  // Returns the backends for CPU and for CUDA tensors that a choice of the user stands for. Throws
-  // if there are none; the message lists the known backends.
+  // Returns the backends for CPU and for CUDA tensors that the user's `choice` selects. Throws if
+  // it selects none; the message lists the known backends.
   std::function<std::pair<std::string, std::string>(const std::string& choice)> find;
 };
 
 void set_backend_factories(BackendFactories factories);
 const BackendFactories& backend_factories();
 
-// Returns the current exception as the failure of a backend: the backend can no longer reach the
-// other nodes.
+// Returns a status that says that a backend can no longer reach the other nodes, with the text of
+// the current exception.
 Status backend_failure() noexcept;
 
 // Runs `body` and returns its outcome; an exception becomes `backend_failure`.

@@ -50,7 +50,8 @@ class Pending final : public PendingHandle {
         if (const auto error = ended ? work_->exception() : nullptr) {
           std::rethrow_exception(error);
         }
-        // Work of a Python class does not say whether it has ended.
+        // An exception before the deadline is a failure even if the transfer has not ended, because
+        // work of a Python class does not say whether it has.
         if (!ended && std::chrono::steady_clock::now() < due) {
           throw;
         }
@@ -61,7 +62,7 @@ class Pending final : public PendingHandle {
                : Status{ErrorKind::WaitTimeout, "the transfer goes on"};
   }
 
-  // With asyncOp=false NCCL has used the current stream already.
+  // With asyncOp=false, NCCL may return no work, because it has used the current stream already.
   Status follow() const noexcept override {
     return attempted([&] {
       if (work_) {
@@ -156,7 +157,8 @@ class Transport final : public TransportHandle {
     });
   }
 
-  // On the backend's own stream, so that messages of several backends do not wait for each other.
+  // Runs on the backend's own stream, so that messages of several backends do not wait for each
+  // other.
   Started exchange(
       rust::Slice<const Span> give, rust::Slice<const Span> take) const noexcept override {
     return begun([&] {
@@ -190,13 +192,13 @@ class Transport final : public TransportHandle {
   }
 
  private:
-  // Returns a tensor of the bytes of `span`. They are in `keep`; if that is null, the caller keeps
-  // them.
+  // Returns a tensor of the bytes of `span`. The tensor keeps `keep`, which owns the bytes, alive;
+  // if `keep` is null, the caller keeps the bytes.
   at::Tensor bytes_at(const Span& span, const Keep& keep) const {
     if (span.bytes == 0) {
       return at::empty({0}, options_);
     }
-    // A variable that outlives `maker`, which refers to it.
+    // This variable must outlive `maker`, which refers to it.
     const auto length = static_cast<int64_t>(span.bytes);
     auto maker = at::for_blob(reinterpret_cast<void*>(span.addr), length);
     if (keep) {

@@ -17,7 +17,7 @@ const std::vector<at::Tensor>& single_list(
     const std::vector<std::vector<at::Tensor>>& lists,
     int size);
 void check_root(const char* call, int64_t root, int64_t tensor, int size);
-// Checks that all tensors have the dtype and device of `like`, and its sizes if `sizes`.
+// Checks that all tensors have the dtype and device of `like` and, if `sizes` is true, its sizes.
 void check_like(
     const char* call, const std::vector<at::Tensor>& tensors, const at::Tensor& like, bool sizes);
 // Checks that `whole` (the `whole_role` tensor) has `parts` times as many elements as `part`, and
@@ -29,8 +29,8 @@ void check_parts(
     const char* part_role,
     const at::Tensor& part,
     int parts);
-// Returns the number of elements of each of `size` consecutive pieces of the `role` tensor, whose
-// rows `splits` divides; without `splits`, evenly.
+// Returns the number of elements of each of `size` consecutive pieces of the `role` tensor.
+// `splits` has the number of rows of each piece; if it is empty, all pieces are equal.
 std::vector<int64_t> split_lengths(
     const char* call,
     const char* role,

@@ -12,12 +12,12 @@ namespace symm {
 
 namespace {
 
-// The call site of autograd's threads, the same on all ranks, because they run the calls of one
-// model identically.
+// The call site of calls without a Python frame, such as the calls of autograd's threads. It is the
+// same on all ranks, because these threads make the same calls on all ranks.
 constexpr auto kNowhere = "no Python frame";
 
-// Returns true for a module between the user's line and the call: torch's wrappers, or their `with`
-// statements.
+// Returns true for a module whose frames lie between the user's line and the call: the wrappers of
+// torch and of this package, and contextlib, which runs their `with` statements.
 bool is_between(std::string_view module) {
   for (const std::string_view package : {"torch", "torch_symm", "contextlib"}) {
     if (module.substr(0, package.size()) == package &&

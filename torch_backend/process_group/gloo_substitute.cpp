@@ -13,7 +13,7 @@ using WorkPtr = ProcessGroupSymm::WorkPtr;
 namespace {
 
 // Returns true if Gloo accepts all these tensors in one call and symm, which takes one tensor, does
-// not. For lists that Gloo rejects, too, symm reports the reason.
+// not. Lists that Gloo would also reject go to symm, which reports the reason.
 bool several(const ProcessGroupSymm::Tensors& tensors) {
   return tensors.size() > 1 &&
          std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {

@@ -32,8 +32,8 @@ void add_pieces(
   }
 }
 
-// Returns true if two elements of the strided `tensor` may share an address. Exact unless
-// dimensions interleave.
+// Returns true if two elements of the strided `tensor` may share an address. For dimensions that
+// interleave, it may be true although no two elements do.
 bool elements_overlap(const at::Tensor& tensor) {
   std::vector<std::pair<int64_t, int64_t>> dimensions;
   for (int64_t i = 0; i < tensor.dim(); ++i) {
@@ -248,7 +248,7 @@ std::vector<std::vector<at::Tensor>> Operation::results() const {
   if (!lists.empty()) {
     return lists;
   }
-  // Gloo rejects outputs that cannot be divided in this way.
+  // Gloo rejects such outputs, which cannot be divided among the ranks, so any form will do.
   const auto whole = [this](const at::Tensor& output) {
     return output.dim() == 0 || output.size(0) % parts != 0;
   };

@@ -39,7 +39,7 @@ class Operation {
   // `title` is the profiling name "symm:<op>"; its tail names the call in messages.
   Operation(::c10d::OpType type, const char* title) : type(type), title(title) {}
 
-  // Starts a collective, to which the spans that follow belong.
+  // Starts a collective. The functions below add to it until the next `begin`.
   CallSpec& begin(Collective op, const at::Tensor& like);
   // Sets the reduce op of the current collective, and its factor.
   void reduce_with(const ::c10d::ReduceOp& op);
@@ -65,10 +65,10 @@ class Operation {
   // them share memory; if outputs overlap, they are written in order, so the last one wins.
   at::Tensor writable(const at::Tensor& tensor, bool keep_values);
   void write_back();
-  // Passes the collectives to `begin`, a function of the core. The core starts none while inputs
-  // share memory with an output of this or an earlier collective, other than the output that
-  // replaces the same input. Such inputs are first copied, so that each has its value from before
-  // the call.
+  // Passes the collectives to `begin`, a function of the core. If an input shares memory with an
+  // output of this or an earlier collective, other than the output that replaces this input, the
+  // core starts no collective and names such inputs. They are then copied, so that each keeps its
+  // value from before the call, and `begin` is called again.
   template <typename Begin>
   Outcome begin_with(Begin begin) {
     while (true) {
@@ -145,7 +145,7 @@ class Operation {
 
 Span span_of(const at::Tensor& contiguous);
 // Fails unless the memory of `output`, a CPU tensor, is writable. Checks only memory that torch did
-// not allocate, and not the storage of this thread's last call again.
+// not allocate, and skips the storage that this thread checked last.
 void check_writable(const at::Tensor& output, const char* op);
 
 } // namespace symm

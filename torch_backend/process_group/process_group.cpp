@@ -96,7 +96,7 @@ Group join_group(
 c10::intrusive_ptr<ProcessGroupSymm> ProcessGroupSymm::named(
     const std::string& group_name, at::Device device, const char* op) {
   const auto backend = ::c10d::resolve_process_group(group_name)->getBackend(device.type());
-  // Not torch's own pointer cast, which keeps an object alive forever if it cannot cast it.
+  // torch's own pointer cast would keep an object that it cannot cast alive forever.
   auto* const symm = dynamic_cast<ProcessGroupSymm*>(backend.get());
   TORCH_CHECK_VALUE(
       symm != nullptr, op, ": group \"", group_name, "\" has backend ", backend->getBackendName(),
@@ -277,7 +277,7 @@ std::chrono::milliseconds ProcessGroupSymm::extended(std::chrono::milliseconds t
     const std::lock_guard<std::mutex> lock(mutex_);
     open = coalesced_.has_value();
   }
-  // Not in an open block, where querying a work would launch the calls gathered so far.
+  // In an open block, querying a work would launch the calls gathered so far.
   if (!open) {
     extensions_.expire();
   }
@@ -326,7 +326,8 @@ void ProcessGroupSymm::shutdown() {
   closed_ = true;
   drop_coalesced();
   (*group_)->shutdown();
-  // Only after the group's kernels have ended, because freeing memory waits for the device.
+  // Drop the workspaces only after the group's kernels have ended, because freeing memory waits for
+  // the device.
   Workspace::drop(options_->group_name);
   pools_.let_go();
 }

@@ -142,8 +142,9 @@ class ProcessGroupSymm : public ::c10d::Backend {
   }
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
-  // Closes the block since startCoalescing(), if there is one, without its work. Sends and receives
-  // that have started continue; calls on CUDA tensors that were not launched never run.
+  // Closes the block that startCoalescing() opened, if any, without making its work. Its sends and
+  // receives that have started continue; its calls on CUDA tensors that were not launched never
+  // run.
   void drop_coalesced();
 
   // Does nothing, because every group counts from 0.
@@ -252,7 +253,7 @@ class ProcessGroupSymm : public ::c10d::Backend {
   c10::intrusive_ptr<Options> options_;
   Group group_;
   PoolRef pools_;
-  // The state since startCoalescing().
+  // The block that startCoalescing() opened.
   struct Coalesced {
     std::vector<WorkPtr> parts;
     // The work of all CUDA calls of the block so far, which is one of its parts.

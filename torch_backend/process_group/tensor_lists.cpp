@@ -26,7 +26,7 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::allgather(
       "ProcessGroupSymm::allgather: invalid output tensor list at index 0 (expected length ",
       getSize(), ", got ", list.size(), ")");
   check_like("allgather", list, input, false);
-  // Lists may be uneven, because only the owner of an entry knows its size.
+  // The entries of `list` may differ in size. This rank knows only the size of its own entry.
   const auto& own = list[getRank()];
   TORCH_CHECK_VALUE(
       own.numel() == input.numel(), "ProcessGroupSymm::allgather: invalid tensor size at index ",

@@ -16,11 +16,11 @@ struct MemoryGroup {
   int size;
 };
 
-// Returns the membership in the group that torch knows as `name`: in the group of its symm backend,
-// the one for `type` if it has several. A process group without one (Gloo, NCCL), or a name known
-// only through torch's set_group_info, gets an accompanying group of the core, which is joined
-// through its store: the first call blocks until every rank has made it. The group is left when the
-// process group has ended.
+// Returns the membership in the core's group for torch's process group `name`. That is the group of
+// its symm backend; if it has several, of the one for `type`. A process group without a symm
+// backend (Gloo, NCCL), or a name known only through torch's set_group_info, gets an accompanying
+// group. The ranks join it through the store of `name`: the first call blocks until every rank has
+// made it. This rank leaves it when the process group has ended.
 MemoryGroup membership(const std::string& name, c10::DeviceType type);
 
 // Returns the same group if this process has joined it, otherwise null, without waiting.

@@ -219,7 +219,7 @@ at::Tensor reduce_scatter_out(
   if (!window) {
     return output;
   }
-  // Everything is one row if the tensor is not split along its last dimension.
+  // A tensor that is not split along its last dimension has only that one, so it is one row.
   const auto row = static_cast<size_t>(input.size(-1)) * input.element_size();
   run_on(*window, [&](const WindowHandle& handle) {
     return handle.reduce_scatter(

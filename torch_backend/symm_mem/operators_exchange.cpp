@@ -21,7 +21,7 @@ std::vector<at::Tensor> get_remote_tensors(const at::Tensor& x, std::string grou
   });
   std::vector<at::Tensor> tensors;
   for (int rank = 0; rank < window->get_world_size(); ++rank) {
-    // At the tensor's own offset in the peer's buffer, also for a view.
+    // The result starts at the tensor's own offset in the peer's buffer, also for a view.
     tensors.push_back(window->get_buffer(rank, x.sizes(), x.scalar_type(), x.storage_offset()));
   }
   return tensors;
@@ -43,7 +43,7 @@ std::vector<int64_t> stacked(const at::Tensor& tensor, int64_t rows) {
 at::Tensor low_contention_all_gather(const at::Tensor& tensor, std::string group_name) {
   constexpr auto op = "_low_contention_all_gather";
   at::Tensor output;
-  // Null if the call is complete.
+  // Null if the function below has completed the call without a window.
   const auto window = check_arguments(group_name, [&]() -> WindowPtr {
     TORCH_CHECK(
         tensor.dim() > 0, op, ": a tensor without dimensions cannot be gathered along the first");
@@ -77,7 +77,7 @@ at::Tensor low_contention_reduce_scatter(
   constexpr auto op = "_low_contention_reduce_scatter";
   const auto code = reduce_op == "avg" ? ::c10d::ReduceOp::AVG : ::c10d::ReduceOp::SUM;
   at::Tensor output;
-  // Null if the call is complete.
+  // Null if the function below has completed the call without a window.
   const auto window = check_arguments(group_name, [&]() -> WindowPtr {
     TORCH_CHECK_VALUE(
         reduce_op == "sum" || reduce_op == "avg", "reduce_op (", reduce_op, ") is not supported");

@@ -28,7 +28,8 @@ class PoolRef {
   PoolRef& operator=(const PoolRef&) = delete;
 
   at::Tensor allocate(int64_t count, const at::TensorOptions& options);
-  // Tensors stay valid; memory that they free is returned with torch.cuda.empty_cache().
+  // Ends the hold. Tensors of the pools stay valid; once they are freed, torch.cuda.empty_cache()
+  // returns their memory.
   void let_go();
 
  private:

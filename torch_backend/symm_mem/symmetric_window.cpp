@@ -22,8 +22,8 @@ std::vector<void*> pointers(const rust::Vec<size_t>& addresses) {
   return found;
 }
 
-// Returns the end in bytes of elements of shape `sizes` that start at element `offset`; nothing on
-// overflow.
+// Returns the end, in bytes, of a tensor of shape `sizes` that starts at element `offset` and whose
+// elements have `element` bytes; nothing on overflow.
 std::optional<size_t> end_of(c10::IntArrayRef sizes, uint64_t element, int64_t offset) {
   uint64_t count = 0;
   uint64_t end = 0;
@@ -65,8 +65,8 @@ SymmetricWindow::SymmetricWindow(
 SymmetricWindow::~SymmetricWindow() {
   if (!window_->is_current()) {
     // This may be the last reference to freed memory, whose release waits for the device and the
-    // peers. Other releases do not wait, and the caller may hold the lock of torch's allocator, for
-    // which another thread with the GIL may wait.
+    // peers. Other releases do not wait and keep the GIL: the caller may hold the lock of torch's
+    // allocator, and a thread that took the GIL could wait for that lock.
     without_gil([this] { const auto last = std::move(window_); });
   }
 }

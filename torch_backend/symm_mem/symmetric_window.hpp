@@ -91,7 +91,7 @@ class SymmetricWindow final : public ::c10d::symmetric_memory::SymmetricMemory {
   // Records a use before an address is returned: throws in a forked child, and keeps memory that a
   // captured graph may use.
   void note_use() const;
-  // Returns a tensor within the `room` bytes of `rank` that start at one of `begins`.
+  // Returns a tensor within the `room` bytes that start at the entry of `begins` for `rank`.
   at::Tensor view(
       const char* op,
       const std::vector<void*>& begins,

@@ -21,8 +21,8 @@ DeviceStreams::DeviceStreams(at::Device device)
 
 DeviceStreams::~DeviceStreams() {
   try {
-    // Destroying an event switches back to the thread's device, which would make a context there if
-    // it had none.
+    // Destroying an event switches devices and then back to the thread's device; without the guard,
+    // that would create a context on a device that has none.
     const c10::DeviceGuard guard(device_);
     ready_.reset();
     spare_.clear();
@@ -38,7 +38,8 @@ c10::Stream DeviceStreams::own_after(SideStream which, const c10::Stream& stream
     own = interface_->getStreamFromGlobalPool(device_, /*isHighPriority=*/true);
   }
   if (*own != stream) {
-    // A wait refers to what the event marks at this moment, so the next caller may record it again.
+    // The wait refers to this recording of the event, so the next caller may record the event
+    // again.
     ready_->record(stream);
     ready_->block(*own);
   }

@@ -21,8 +21,8 @@ namespace symm {
 // one stream.
 //
 // Background calls (async_op=True) run on another stream than the caller's and use tensors that the
-// allocator does not track there: the work owns the tensors until some stream waits for it, and
-// otherwise reports the use to the allocator when it is dropped.
+// allocator does not track there: the work owns the tensors until some stream waits for the work.
+// If no stream waits, the work reports the use to the allocator when it is dropped.
 class DeviceWork final : public ::c10d::Work {
  public:
   // `operation` determines how a profiler sees the work; it must be added like any other.
@@ -58,7 +58,7 @@ class DeviceWork final : public ::c10d::Work {
   // which run when the graph is replayed.
   bool isCompleted() override;
   bool isSuccess() const override;
-  // Returns the group's failure, if it came before the work was seen complete.
+  // Returns the group's failure, if the group failed before the work was seen complete.
   std::exception_ptr exception() const override;
   int sourceRank() const override;
   std::vector<at::Tensor> result() override;

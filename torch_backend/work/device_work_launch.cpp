@@ -25,7 +25,7 @@ void DeviceWork::launch_batch() {
     stream_ = background_ ? streams_->own_after(own_stream(), *origin_) : *origin_;
     enqueue();
     if (background_) {
-      // Copies into results that are not contiguous must also precede the end.
+      // Copies into results that are not contiguous must precede the event at the end, too.
       const c10::StreamGuard beside(*stream_);
       for (const auto& operation : operations_) {
         operation->write_back();

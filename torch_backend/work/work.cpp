@@ -104,8 +104,8 @@ bool WorkSymm::wait(std::chrono::milliseconds timeout) {
     future = future_;
   }
   if (future) {
-    // Threads that have waited here read the future's value without waiting; the completing thread
-    // is about to set it.
+    // The completing thread is about to set the future's value. Wait for that, because the caller
+    // may read the value without waiting.
     future->wait();
   }
   rethrow();
@@ -295,8 +295,8 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkCoalesced::getFuture() {
       c10::ListType::create(c10::TensorType::get()), devices);
   auto left = std::make_shared<std::atomic<size_t>>(parts_.size() + 1);
   auto all = result();
-  // Runs once, in the last part to complete: possibly on the thread that completes a call, which
-  // must not throw.
+  // Called when a part completes, and once below; the last call completes the future. It may run on
+  // the thread that completes a part, which must not throw.
   auto one_less = [left, all, on_devices, future = future_] {
     if (left->fetch_sub(1) > 1 || future->completed()) {
       return;

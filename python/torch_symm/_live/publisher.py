@@ -32,7 +32,7 @@ def start(native: Any) -> None:
         ended = threading.Event()
         atexit.register(_end, native, ended)
         if parent_process() is not None:
-            # Such a process ends without atexit.
+            # A process of multiprocessing ends without atexit.
             util.Finalize(None, _end, (native, ended), exitpriority=-3)
         threading.Thread(target=_run, args=(native, seconds, ended), name="symm-stats", daemon=True).start()
 

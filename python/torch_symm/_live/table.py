@@ -21,9 +21,9 @@ HEADINGS = ("collective", "bytes", "calls", "total", "µs", "p99", "waiting", "l
 class Line:
     """Calls of one operation and size, which is counted like in nccl-tests and rounded up to a power of two.
 
-    ``us``: the time of each call that has ended, of every rank. ``waited`` of ``spent``: nanoseconds that ranks spent
-    in calls before the last rank had started, where all ranks' calls are known. ``last``: how often each rank started
-    last, and later than ``LATE_NS`` after the first.
+    ``us``: the time of each call that has ended, of every rank. The other figures are of calls that are known of all
+    ranks. ``spent``: the nanoseconds that the ranks spent in these calls; ``waited``: the part of them before the last
+    rank had started. ``last``: how often each rank started last, more than ``LATE_NS`` after the first rank.
     """
 
     op: str
@@ -79,7 +79,7 @@ def lines(groups: Iterable[Group]) -> list[Line]:
 
 
 def _together(group: Group, found: dict[tuple[str, int], Line]) -> Iterable[tuple[Line, dict[int, Call]]]:
-    """Returns the collectives that every rank of the group has kept, by rank."""
+    """Returns the collectives that the dumps of all ranks have: the line of each, and its call on each rank."""
     kept: dict[tuple[int, bool], dict[int, Call]] = {}
     for rank, view in group.views.items():
         for call in view.calls:
@@ -137,7 +137,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def heading(dumps: Sequence[Dump], groups: Sequence[Group]) -> str:
-    """Describes the ranks of the calls and the seconds that they cover."""
+    """Returns the number of calls, the processes that made them, and the seconds since the first of them."""
     calls = [call for group in groups for view in group.views.values() for call in view.calls]
     seconds = (max(dump.written_ns for dump in dumps) - min((call.created_ns for call in calls), default=0)) / 1e9
     processes = f"{len(dumps)} processes" if len(dumps) > 1 else "this process"

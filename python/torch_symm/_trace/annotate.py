@@ -20,7 +20,7 @@ from .dump import Call, Dump, NotADump, View, parse, read
 #: Tolerance between the profiler's and our reading of the clock for the same moment.
 SKEW_NS = 20_000
 PREFIX = "symm:"
-#: The operation of each event whose name differs from it.
+#: For each event that is not named after its operation, the operation.
 OPS = {"recvAnySource": "recv"}
 
 

@@ -56,7 +56,7 @@ class Call:
     #: The phase of a multi-node collective, now or when it failed, and the time when that phase started.
     phase: str | None
     phase_ns: int | None
-    #: The algorithm; the rank for which the call waited is only known for calls under a profiler.
+    #: The algorithm; then how long the call waited, and for which rank, which is known only under a profiler.
     algorithm: str | None
     waited_ns: int | None
     waited_for: int | None

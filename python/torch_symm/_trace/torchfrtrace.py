@@ -73,7 +73,7 @@ def _add(rank: dict[str, Any], view: View, name: str, first: dict[tuple[tuple[st
         # A call that was rejected before it started is unknown to the other ranks.
         if call.message or (call.sequence is None and call.state == "failed"):
             continue
-        # Queued calls start in this order.
+        # A queued call gets the next number, because queued calls start in this order.
         number = call.sequence or last[call.cuda] + 1
         last[call.cuda] = number
         if number < first.get((view.key, call.cuda), 1):
@@ -111,8 +111,8 @@ def _entry(call: Call, number: int, group: str, world: int) -> dict[str, Any]:
 def _sizes(call: Call, world: int) -> tuple[str, int, int]:
     """Returns the name of the call for the analyser, and its element counts, which must be equal on all ranks.
 
-    The analyser expects one count to be the other times the number of ranks. A gather with shards of different lengths
-    does not satisfy that, so it gets the name of a call without this check.
+    The analyser expects that one count is the other count multiplied by the number of ranks. A gather with shards of
+    different lengths does not satisfy that, so it gets the name of a call without this check.
     """
     n = call.elements
     if call.op == "barrier":

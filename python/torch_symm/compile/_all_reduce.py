@@ -19,7 +19,7 @@ def replace_copied(graph: Graph) -> None:
     """Replaces each all-reduce of ``graph`` that Inductor would run on a copy, and its wait.
 
     If the input is not needed any more, Inductor reduces it in place by itself. If another node is between an
-    all-reduce and its wait, both are kept, because they may run concurrently.
+    all-reduce and its wait, the two stay unchanged, because that node may run during the all-reduce.
     """
     order = {node: number for number, node in enumerate(graph.nodes)}
     sharers: dict[Any, list[Node]] = defaultdict(list)

@@ -26,8 +26,8 @@ class Quantized(NamedTuple):
 def quantization(normed: Node, dtype: torch.dtype) -> Quantized | None:
     """Returns how ``normed`` is quantized, if it has no other use.
 
-    The operator rounds ``normed`` to ``dtype`` before it quantizes. Eager code and Inductor from torch 2.12 on also
-    round there; Inductor 2.11 drops a rounding that is followed by widening.
+    The operator rounds ``normed`` to ``dtype`` before it quantizes. Eager code and Inductor from torch 2.12 on do so,
+    too; Inductor 2.11 drops a rounding that is followed by widening.
     """
     rows = _the_same(normed, dtype)
     for wide in rows:

@@ -165,7 +165,7 @@ def _packed(input: torch.Tensor, shard_dim: int, kept: list[int]) -> torch.Tenso
     if input.is_contiguous() and _product(input.shape[:shard_dim]) == 1:
         return input.view(-1)
     if kept[0] == kept[-1]:
-        # One pass for all ranks, which is one kernel on CUDA.
+        # Copy the parts of all ranks in one pass, which is one kernel on CUDA.
         parted = input.view(*input.shape[:shard_dim], len(kept), kept[0], *input.shape[shard_dim + 1 :])
         return parted.movedim(shard_dim, 0).contiguous().view(-1)
     return torch.cat([part.reshape(-1) for part in input.split_with_sizes(kept, shard_dim)])

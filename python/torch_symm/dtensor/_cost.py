@@ -235,8 +235,8 @@ def reduce_scatter_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int)
 def all_to_all_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
     """Returns the µs of an all-to-all of ``bytes_gb`` GiB on every rank along ``mesh_dim`` of ``mesh_topo``.
 
-    torch has no price for it. With its constants, this is the price that torch uses instead: an all-gather of the same
-    size and 1 µs (``docs/design/cost-model.md``).
+    torch has no price for an all-to-all. With torch's constants, this is the price that torch uses instead: an
+    all-gather of the same size and 1 µs (``docs/design/cost-model.md``).
     """
     return mesh_topo.price("all_to_all", bytes_gb * GIB, mesh_dim)[0]
 
@@ -244,6 +244,7 @@ def all_to_all_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> 
 def broadcast_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
     """Returns the µs of a broadcast of ``bytes_gb`` GiB to all ranks along ``mesh_dim`` of ``mesh_topo``.
 
-    torch has no price for it. Its constants are used for a pipeline along the ring (``docs/design/cost-model.md``).
+    torch has no price for a broadcast. With torch's constants, this is the price of a pipeline along the ring
+    (``docs/design/cost-model.md``).
     """
     return mesh_topo.price("broadcast", bytes_gb * GIB, mesh_dim)[0]

@@ -40,7 +40,7 @@ def replace_method(module: ModuleType) -> Callable[[], None]:
             same = theirs(self, local_tensor, mesh, mesh_dim, current_logical_shape, new_shard_dim)
             return same
         if funcol._are_we_tracing():
-            # As torch does on CUDA: with padding, all ranks have the same graph, and compilers know the operator.
+            # Do as torch does on CUDA: padding gives all ranks the same graph, and compilers know torch's operator.
             shape, ranks, rank = current_logical_shape, mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
             padded = shard._pad_for_new_shard_dim(shape, local_tensor, ranks, self.dim, new_shard_dim)
             name = group_name(mesh, mesh_dim)
@@ -61,7 +61,7 @@ def replace_method(module: ModuleType) -> Callable[[], None]:
 
 
 def count_operator(module: ModuleType) -> Callable[[], None]:
-    """Makes ``CommDebugMode`` count our operator as torch's, as on CUDA; returns a function that undoes it."""
+    """Makes ``CommDebugMode`` count our operator as torch's operator for CUDA; returns a function that undoes it."""
     ours = torch.ops.torch_symm.shard_dim_alltoall
     module.NATIVE_TO_PY_MAPPING[ours] = torch.ops._dtensor.shard_dim_alltoall
     return lambda: module.NATIVE_TO_PY_MAPPING.pop(ours, None)

@@ -140,7 +140,7 @@ def _steps(source: DTensorSpec, target: DTensorSpec, topo: MeshTopoInfo) -> Iter
 
 
 def _held_after(before: Placement, after: Placement, held: float, ranks: int) -> float:
-    """Returns the bytes that a rank holds after a step, if it ``held`` this many before."""
+    """Returns the bytes that a rank holds after a step, if it holds ``held`` bytes before the step."""
     if _cut(before) and after.is_replicate():
         return held * ranks
     if not _cut(before) and _cut(after):

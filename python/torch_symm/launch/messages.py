@@ -26,7 +26,8 @@ def reported(
 ) -> Iterator[Any]:
     """Yields the messages in ``results`` until ``expected`` of type ``counts`` have arrived and all ranks have ended.
 
-    If ``expected`` is None, until all have ended. ``watched`` is called periodically; its exceptions end the run.
+    If ``expected`` is None, yields until all ranks have ended. Calls ``watched`` periodically; its exceptions end the
+    run.
 
     Raises:
         StalledError: the processes have ended without some of the messages.

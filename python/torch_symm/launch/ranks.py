@@ -76,7 +76,7 @@ class Forked:
     def fork(self, main: Callable[[], object]) -> int:
         """Calls :func:`fork` and tracks the process."""
         pid = fork(main)
-        # A pidfd, because children that the process forks would hold a pipe open.
+        # Polls a pidfd, because children of the process would keep a pipe open.
         file = os.pidfd_open(pid)
         self._files[file] = pid
         self._poll.register(file, select.POLLIN)
@@ -112,7 +112,7 @@ class Forked:
             os.kill(pid, signal.SIGKILL)
             os.close(file)
         for pid in [*self._unreaped, *self._files.values()]:
-            # Not reaped yet, so no other process group can have this number.
+            # The process is not reaped yet, so no other process group can have this number.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -219,7 +219,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Ended:
-    """A program's messages, standard error and end; ``status`` is ``None`` at the deadline."""
+    """A program's messages, standard error and exit status, which is ``None`` if the deadline passed first."""
 
     messages: Sequence[dict[str, Any]]
     errors: str

@@ -24,7 +24,7 @@ def check(A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, ra
     if A.dim() < 2:
         raise ValueError("A_shard must be a matrix")
     if not 0 <= scatter_dim < A.dim():
-        raise ValueError("Invalid gather_dim")  # torch's word
+        raise ValueError("Invalid gather_dim")  # worded as in torch
     if B.dim() != 2:
         raise ValueError("B must be a matrix")
     _check_op(reduce_op)

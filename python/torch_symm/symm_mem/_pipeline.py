@@ -61,7 +61,7 @@ def _pipelined_multi_all_gather_and_consume(
             for step in range(1, ranks):
                 window.put_signal((rank - step) % ranks, channel=_READY)
         else:
-            # One kernel instead of two per peer.
+            # A barrier is one kernel; signals would take two kernels per peer.
             window.barrier(channel=_READY)
         gathered = [[whole.chunk(ranks)[peer] for whole in ag_out] for peer in range(ranks)]
         with _lanes(device) as lanes:
@@ -72,7 +72,7 @@ def _pipelined_multi_all_gather_and_consume(
                     window.wait_signal(peer, channel=_READY)
                 parts = parts_of(peer)
                 with lanes(step):
-                    # On CPU, a peer's memory is read as fast as this rank's.
+                    # On CPU, this rank reads a peer's memory as fast as its own, so the parts need not be copied.
                     if not on_cpu or ag_out_needed:
                         _copy(gathered[peer], parts)
                         parts = gathered[peer]
@@ -121,7 +121,7 @@ def _pipelined_produce_and_all2all(
     chunks = output.chunk(ranks, dim=out_chunk_dim)
     stride = _aligned(chunks[0].numel() * chunks[0].element_size())
     on_cpu = output.device.type == "cpu"
-    # A slot per destination, so that no rank waits until another one has fetched.
+    # Each destination has a slot, so that no rank waits until another one has fetched its chunk.
     with used(group_name, stride * ranks, output.device) as window:
         rank = window.rank
 

@@ -20,7 +20,7 @@ class ScaleMode(Enum):
 
 
 def gather_mode(A_shard: torch.Tensor, A_scale: torch.Tensor, gather_dim: int, ranks: int) -> ScaleMode:
-    """Returns what ``A_scale`` applies to, from its shape.
+    """Returns the rows to which ``A_scale`` applies, according to its shape.
 
     Raises:
         ValueError: the shape fits none of the modes.

@@ -63,7 +63,7 @@ def get_symm_mem_workspace(group_name: str, min_size: int, *, device: torch.devi
 
 @contextmanager
 def used(group_name: str, size: int, device: torch.device) -> Iterator[_SymmetricMemory]:
-    """Yields the workspace to one operator. If the operator fails, signals are left behind, so the workspace ends."""
+    """Yields the workspace to one operator. Drops it if the operator fails, because signals may then still be set."""
     try:
         yield get_symm_mem_workspace(group_name, size, device=device)
     except BaseException:

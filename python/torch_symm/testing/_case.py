@@ -76,7 +76,7 @@ class _Subtests:
 
     def __init__(self, config: pytest.Config) -> None:
         self._failed: list[pytest.TestReport] = []
-        # The other receivers are copies from pytest's own process, to whose files a rank must not write.
+        # Unregister the inherited receivers, because they write to files of pytest's own process.
         for receiver in config.hook.pytest_runtest_logreport.get_hookimpls():
             config.pluginmanager.unregister(receiver.plugin)
         config.pluginmanager.register(self)

@@ -275,7 +275,7 @@ def ours(file: str) -> bool:
 
 
 def _show_stacks_on_request(folder: Path, rank: int) -> None:
-    """Writes all stacks on a fatal signal or SIGUSR1; on SIGUSR1, also last calls, once Python runs the handler."""
+    """Writes all stacks on a fatal signal or SIGUSR1; on SIGUSR1 also the last calls, once Python runs the handler."""
     signal.signal(signal.SIGUSR1, lambda *_: _write_calls(folder, rank))
     stacks = os.open(folder / f"stacks-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
     faulthandler.enable(file=stacks)

@@ -38,7 +38,7 @@ def describe(endings: Sequence[Ending], bad: Collection[int], expect_killed: Col
     late = [ending for ending in endings if ending.rank in bad and ending.status is None]
     dead = [ending for ending in endings if ending.rank in bad and ending.status is not None]
     raised = sorted((e for e in dead if e.outcome and e.outcome.kind == "failed"), key=lambda e: e.outcome.when)  # type: ignore[union-attr]
-    # A rank that hangs or died is the reason why others fail.
+    # If a rank hangs or has died without an exception, it is the reason why other ranks fail.
     silent = [ending for ending in dead if ending not in raised]
     first = [*silent, *late, *raised][0]
     causes = [*silent, *late] or [first]

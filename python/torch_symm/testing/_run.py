@@ -54,8 +54,9 @@ def run_ranks(
     """Calls ``fn(rank, world_size, *args)`` in ``world_size`` processes forked from this one; returns the results.
 
     Args:
-        backend: of the default group, made before and destroyed after, without a port; ``None``: no group.
-        timeout: seconds for everything; after that, the ranks' stacks are taken and all of them killed.
+        backend: of the default group, which is made before ``fn`` and destroyed after it, without a port; ``None``: no
+            group.
+        timeout: seconds for the whole case; the remaining ranks then print their stacks and are killed.
         group_timeout: the timeout of the group in seconds.
         expect_killed: ranks that must die of SIGKILL.
         expect_gone: ranks that may end in any way.
@@ -138,7 +139,7 @@ class _Ranks:
     def wait(self, timeout: float, may_end: Collection[int], folder: Path) -> None:
         """Returns when all ranks have ended or the time is up, after asking the remaining ones for their stacks.
 
-        The file ``ended-{rank}`` in ``folder`` tells the other ranks that one has ended.
+        The file ``ended-{rank}`` in ``folder`` shows the other ranks that this rank has ended.
         """
         since, deadline = self._start, self._start + timeout
         while self.forked.running and (left := deadline - time.monotonic()) > 0:
@@ -187,7 +188,7 @@ def _ending(folder: Path, ranks: _Ranks, rank: int) -> Ending:
 
     outcome = None
     with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
-        # Written by a process that this process forked, in a directory of mode 0700.
+        # Safe to unpickle: a process that this process forked wrote the file, in a directory of mode 0700.
         outcome = pickle.loads((folder / f"outcome-{rank}").read_bytes())
     calls, status = text("calls").splitlines(), ranks.forked.status.get(ranks.pids[rank])
     return Ending(rank, ranks.pids[rank], status, outcome, text("log"), calls, text("stacks"), ranks.waited)

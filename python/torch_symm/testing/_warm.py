@@ -33,7 +33,7 @@ class WarmProcess:
         self._session = session
         factory = getattr(session.config, "_tmp_path_factory", None)
         if factory is not None:
-            # One directory for both processes.
+            # Make the directory before the fork, so that both processes use the same one.
             factory.getbasetemp()
 
     def run(self, item: pytest.Item, following: pytest.Item | None) -> list[Any]:
@@ -46,7 +46,7 @@ class WarmProcess:
             self._connection.send((self._index(item), following and self._index(following)))
             kind, value = self._connection.recv()
         except pytest.fail.Exception as limit:
-            # Another plug-in's time limit has passed. It also runs in the warm process, whose report says more.
+            # The time limit of another plug-in has passed. It applies in the warm process, too, whose report says more.
             if not self._connection.poll(GRACE_S):
                 self._restart()
                 return [_failed(item, str(limit))]
@@ -110,7 +110,7 @@ class WarmProcess:
         items, config = self._session.items, self._session.config
         item = items[index]
         try:
-            # pytest-xdist may distribute tests in another order than expected.
+            # End the fixtures that this test does not use: pytest-xdist may not have announced this test as the next.
             self._session._setupstate.teardown_exact(item)
             after = None if following is None else items[following]
             reports = item.ihook.pytest_runtest_protocol(item=item, nextitem=after)

@@ -61,7 +61,7 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
         options.insert(0, f"--nproc-per-node={ranks_here()[1]}")
     if all(getattr(found, name) == known.get_default(name) for name in MEETING):
         options.insert(0, "--standalone")
-    # torchrun would also set one thread per rank, but with five lines of warning.
+    # Otherwise torchrun would set one thread per rank itself, with a warning of five lines.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.stdout.flush()
     torchrun.main([*options, *words[program:]])

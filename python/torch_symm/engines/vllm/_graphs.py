@@ -35,7 +35,7 @@ class Found(NamedTuple):
 
 
 def replace_norms(graph: Graph) -> tuple[int, int]:
-    """Replaces them in ``graph``; returns the number of replacements, and how many of these quantize the rows."""
+    """Replaces these nodes in ``graph``; returns the number of replacements, and how many of them quantize the rows."""
     readers = _readers()
     order = {node: number for number, node in enumerate(graph.nodes)}
     replaced = quantized = 0

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from torch_symm.engines import _common
 
-#: Bytes of one rank's tensor: for each collective, one size for each algorithm with up to 8 ranks.
+#: Bytes of one rank's tensor. A collective has one size for each algorithm that groups of up to 8 ranks use.
 REDUCED = (2 << 20, 8 << 20)
 GATHERED = (4 << 10, 1 << 20)
 #: Elements of the first sum, which uses the algorithm for the shortest sums.

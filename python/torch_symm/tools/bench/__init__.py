@@ -7,9 +7,9 @@ of calls on CPU (`timing`, `rank`), events and graphs on GPUs (`gpu`). How a cel
 2. Each side makes one call that is checked, and ``-w`` untimed calls, whose time determines the length of its bursts.
 3. Blocks of calls of the sides alternate, so that noise of the machine affects all of them. All ranks start a block
    together; within a burst (at most 64 calls) there is no barrier: each rank makes blocking calls back to back and
-   reads the clock once after each, so that the durations add up. Below 5 ms, an untimed call opens the burst and
-   absorbs the skew of its start. With ``--seconds``, calls below 10 µs are timed in batches of 8, because reading the
-   clock takes 0.06 µs.
+   reads the clock once after each, so that the durations add up. If a call takes less than 5 ms, an untimed call opens
+   the burst and absorbs the skew of its start. With ``--seconds``, calls that take less than 10 µs are timed in batches
+   of 8, because reading the clock takes 0.06 µs.
 4. Iteration ``i`` took the longest time that any rank spent in it. Median and p99 are over iterations.
 5. Tensors are filled again, and outputs poisoned, before each burst, outside the timing. The results of the first
    ``-c`` calls are compared with exact values. With ``--seconds``, so are all calls of all_reduce, because each call

@@ -82,5 +82,5 @@ def bars(axis: Any, rows: Sequence[tuple[str, Mapping[str, float]]], label: str)
     axis.set_xlabel(label)
     for number, side in enumerate(sides):
         axis.barh(0, 0, 0, color=COLORS[number % len(COLORS)], label=side)
-    # Above the bars, because a legend elsewhere would cover them.
+    # Put the legend above the bars, because elsewhere it would cover them.
     axis.legend(fontsize=8, ncols=2, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)

@@ -32,7 +32,7 @@ PRODUCT_TURNS = 5
 
 @dataclass(frozen=True)
 class How:
-    """``calls``: about how many timed ones; ``graph``: time calls in a CUDA graph; ``limit``: also measure links."""
+    """``calls``: approximate number of timed calls; ``graph``: time them in a CUDA graph; ``limit``: measure links."""
 
     calls: int
     warmup: int

@@ -67,7 +67,7 @@ def measure(
 
     with tempfile.TemporaryDirectory(prefix="torch-symm-bench-") as folder:
         rendezvous = "symm+" + (Path(folder) / "rendezvous").as_uri()
-        # Longer than the launcher's limit, so that the launcher reports, in the same words for all sides.
+        # Longer than the launcher's limit, so that the launcher reports a stall, with the same text for all sides.
         patience = limit_s + 30.0
         deadline = time.monotonic() + seconds if seconds else None
         task = rank_process.Task(

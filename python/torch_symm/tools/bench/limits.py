@@ -5,7 +5,7 @@ Two counts, both in `ops.OPS`, as multiples of the size S (see `ops`), summed ov
 * ``floor``: every input byte read once and every output byte written once. No algorithm on ordinary tensors is faster
   once the tensors exceed the cache.
 * ``staged``: in addition, every byte that moves from one rank to another is written once into shared memory and read
-  once by each reader: the cost of private tensors without kernel help and without staging that stays in the cache.
+  once by each reader: the cost of private tensors if Linux does not copy them and staging does not stay in the cache.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from .ops import OPS
 
-# Larger than one rank's share of the last-level cache on any machine at hand; two of these per rank.
+# Size of each of a rank's two buffers, larger than its share of the last-level cache on the measured machines.
 COPY_BYTES = 64 << 20
 # Below this size, tensors may stay in the cache, and a memory limit is meaningless.
 SMALLEST = 16 << 20

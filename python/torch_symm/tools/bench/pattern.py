@@ -22,7 +22,7 @@ class WrongResult(AssertionError):
 
 
 def largest(dtype: torch.dtype) -> int:
-    """Returns the largest integer up to 256 that ``dtype`` represents, exact even in bfloat16, and not the poison."""
+    """Returns the largest test value: at most 256, so exact even in bfloat16; not the maximum, the poison of uint8."""
     return min(256, torch.iinfo(dtype).max - 1) if not dtype.is_floating_point else 256
 
 
@@ -56,7 +56,7 @@ def pieces(tensor: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
 
 
 class Pattern:
-    """The expected contents of a span of a tensor: the combination of the values of ``ranks`` from ``start``.
+    """The expected elements from ``start`` of a tensor: the values of ``ranks``, combined with the reduction.
 
     Keeps at most ``TILE`` elements; longer tensors repeat it.
     """

@@ -75,7 +75,8 @@ class Rhythm:
 def plan(estimate_us: float, budget_s: float, world: int, least: int, rounds: int) -> Rhythm:
     """Returns the rhythm of a side whose call takes about ``estimate_us``: ``budget_s``, or at least ``least`` samples.
 
-    A burst is short enough that ``world ** calls`` is far from the largest float, because all_reduce uses its result.
+    A burst is short enough that ``world ** calls`` is far from the largest float, because an all_reduce of a burst sums
+    the result of the one before.
     """
     batch = BATCH if estimate_us < BATCH_BELOW_US else 1
     lead = estimate_us < LEAD_BELOW_US

@@ -23,7 +23,7 @@ def heading() -> list[str]:
 
 
 def lines(measured: Measured, shown: Cell | None) -> Iterator[str]:
-    """The lines of a cell; ``shown`` is the cell before it."""
+    """Yields the lines of a cell; ``shown`` is the cell whose lines precede them."""
     cell = measured.cell
     if shown is None or (shown.op, shown.dtype) != (cell.op, cell.dtype):
         yield f"# {cell.op} {cell.dtype}"

@@ -21,11 +21,11 @@ from .sides import TREE, Side, sides
 
 #: Number of elements of the row that every call contains.
 ROW = 1_000
-#: Lengths of calls that contain the row: from a decode step to a prefill, and of every algorithm.
+#: Lengths of calls that contain the row: from a decode step to a prefill, at least one for each algorithm.
 LENGTHS = {"cpu": (4_096, 33_001, 262_144, 1 << 20), "cuda": (4_096, 33_001, 131_072, 524_291, 1 << 21, 1 << 23)}
 REPEATS = 5
 DTYPES = (torch.float32, torch.bfloat16)
-#: Number of leaves of the sum that is made with 1 rank, 2, 4 and 8.
+#: Number of values in the sum that is computed by 1, 2, 4 and 8 ranks.
 LEAVES = 8
 #: The comparisons, in the order of the table.
 COLUMNS = ("lengths", "runs", "ranks", "reduce_scatter", "definition", "one rank")

@@ -62,7 +62,7 @@ def reduced(redop: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     if dtype == torch.bool:
         return reduce(_BOOLS[redop], inputs)
     if dtype in INTEGERS:
-        # Small values, so that signed 64 bits represent the result of any type.
+        # The values are small, so signed 64 bits represent the result of any integer type.
         total = reduce(_INTEGERS[redop], [one.to(torch.int64) for one in inputs])
         total = torch.div(total, len(inputs), rounding_mode="trunc") if redop == "AVG" else total
         return total.to(dtype)

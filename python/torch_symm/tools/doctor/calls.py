@@ -39,7 +39,7 @@ def calls() -> Section:
 
 
 def _steps(stack: ExitStack) -> dict[str, Callable[[], object]]:
-    """Returns the steps by name of the calls, in an order in which later steps use the results of earlier ones."""
+    """Returns the steps, by the names of their calls, in an order in which later steps use results of earlier ones."""
     made: dict[str, int] = {}
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     sockets: dict[str, socket.socket] = {}

@@ -79,7 +79,7 @@ def links(probed: Probed) -> Section | None:
         problems.append(
             Problem(f"how GPUs are linked is not known: {error}", "see SYMM_TOPOLOGY_FILE; nvidia-smi topo -m")
         )
-    # Without the legend.
+    # Omit the legend, which starts with "NV#".
     lines += [line for line in str(found.get("table", "")).partition("\nNV#")[0].splitlines() if line.strip()]
     pairs = found.get("pairs", [])
     if error := probed.errors.get("peers"):

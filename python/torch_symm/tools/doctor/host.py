@@ -85,7 +85,7 @@ def memory() -> Section:
         text = f"only {_shown(free[0])} of memory are free {free[1]}"
         problems.append(Problem(text, "free some, or raise the container's memory limit"))
     found: dict[str, Any] = {"free_bytes": free and free[0], "limited_by": free and free[1]}
-    # Shared memory is a file.
+    # Shared memory is a file, so the limit on files applies to it.
     for key, number, name, what, option in (
         ("address_space_bytes", resource.RLIMIT_AS, "RLIMIT_AS", "a process have {} of addresses", "-v"),
         ("file_bytes", resource.RLIMIT_FSIZE, "RLIMIT_FSIZE", "a file, shared memory too, have {}", "-f"),

@@ -39,7 +39,7 @@ def main(device: str) -> None:
         dist.destroy_process_group()
     except Exception as error:
         send({"error": sentence(error), "step": step})
-        # Without the traceback, and without the interpreter's exit, which may wait for a peer.
+        # Skip the traceback, and skip the interpreter's exit handlers, which may wait for a peer.
         os._exit(1)
     send({"ok": True, "seconds": round(time.monotonic() - begun, 3)})
 

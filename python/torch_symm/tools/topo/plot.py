@@ -12,7 +12,7 @@ from torch_symm._repr import counted
 from .cpu import ranges
 
 ENDINGS = (".svg", ".png", ".pdf")
-#: Maximum number of NVLinks of a GPU so far. If the pairs of a GPU have more in all, they share them through switches.
+#: No GPU so far has more NVLinks. If the pairs of a GPU have more links in all, they share the GPU's through switches.
 MOST_LINKS = 18
 #: Maximum number of GPUs for which each path through PCIe has its own line.
 FEW = 4

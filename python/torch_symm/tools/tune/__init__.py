@@ -9,8 +9,8 @@ How a point (ranks of a group, collective, size) is measured:
    rank, call by call (calls below 100 µs in batches of up to 16).
 3. All points are visited in turn, several times over, so that a slow moment of the machine does not affect only one of
    them. A visit gives a median; the minimum of a launch counts, because other work of the machine only adds time.
-4. All ranks are started again three times, because at some sizes, some launches are faster than others by a factor of
-   two throughout. The point is the median of the launches.
+4. There are three launches, each with new rank processes, because at some sizes, some launches are faster than others
+   by a factor of two throughout. The point is the median of the launches.
 
 Calibration measures every power of two from 1 KB to 256 MB, steps of √2 where tensors outgrow the caches, and both
 sides of each size at which the algorithm changes. The check measures sizes halfway between. Calibration first

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SECONDS = 60.0
 #: The share of the seconds for the search for thresholds.
 SEARCH = 0.2
-#: How often all ranks are started again, because memory is placed differently each time.
+#: Number of launches. Each starts new rank processes, because memory is placed differently in each.
 LAUNCHES = 3
 #: Number of visits of each point in each launch.
 VISITS = 6

@@ -258,7 +258,7 @@ class Search:
         return usual if best is None else best
 
     def piece(self) -> int:
-        """Returns the length of pipeline steps that was fastest for long calls; the usual length if it gains little."""
+        """Returns the fastest length of pipeline steps for long calls, or the usual length if that is about as fast."""
         pieces, sizes, usual = self._kind.pieces, self._kind.turns, self._kind.usual["chunk_bytes"]
         groups = [self._tried(chunk_bytes=piece) for piece in pieces]
         costs = dict.fromkeys(pieces, 0.0)

@@ -57,7 +57,7 @@ def measure(
 
 
 def state(launches: Launches) -> float:
-    """Returns the reference of the machine's most frequent state in µs: the one that is close to most references."""
+    """Returns µs of the reference in the machine's most frequent state: the one to which most visits are close."""
     references = sorted(visit.reference_us for launch in launches for visits in launch.values() for visit in visits)
 
     def alike(reference: float) -> int:

@@ -15,7 +15,7 @@ from torch_symm._describe import OPS as OPS
 STEP, SLICE, COPY = "P -> R", "R -> S(0)", "copy"
 SMALLEST, LARGEST = 1 << 10, 256 << 20
 STEP_BYTES = 1 << 10
-#: Size of a copy, long enough that its start does not count.
+#: Size of a copy, so large that the time to start the copy is negligible.
 COPY_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 #: Where the tensors of all ranks outgrow a last-level cache, times rise tenfold within a few doublings.
 CACHE_EDGE = range(1 << 20, 64 << 20)

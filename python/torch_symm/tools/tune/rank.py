@@ -24,12 +24,12 @@ from torch_symm.tools.bench.gpu.clock import GpuClock
 from .measurement_points import COPY, ITEM, SLICE, STEP, Point
 
 GROUP_TIMEOUT = timedelta(seconds=120)
-#: Minimum duration of a batch, so that reading the clock, or an event, does not count.
+#: Minimum duration of a batch, so that the time to read the clock, or to record an event, is negligible.
 BATCH_US, MOST_BATCH = 100.0, 16
 FEWEST, MOST = 3, 100
 #: Calls of at least this duration are made less often, and the skew of their start is negligible.
 LONG_US, FEWEST_LONG = 20_000.0, 2
-#: Number of calls in a CUDA graph: enough for its start not to count.
+#: Number of calls in a CUDA graph, so many that the time to start the graph is negligible.
 GRAPH_CALLS = 20
 #: A broadcast that identifies the machine's state: size, batches, calls of each (``docs/design/cost-model.md``).
 REFERENCE_BYTES, REFERENCE_BATCHES, REFERENCE_CALLS = 512 << 10, 3, 8
@@ -39,7 +39,7 @@ REFERENCE_BYTES, REFERENCE_BATCHES, REFERENCE_CALLS = 512 << 10, 3, 8
 class Task:
     """The task of all ranks. ``seconds``: for all visits together, about.
 
-    ``graphs``: calls are captured into CUDA graphs, whose replays are timed, so that the host's time does not count.
+    ``graphs``: calls are captured into CUDA graphs, whose replays are timed, so that the host's time is left out.
     """
 
     world: int
@@ -131,7 +131,7 @@ class _Caller:
     def visit(self, index: int, point: Point, budget_s: float, must: bool) -> float | None:
         """Returns the median µs of a call, of the slowest rank of all groups, within about ``budget_s``.
 
-        Returns ``None`` on all ranks if no time is left, unless it ``must`` run.
+        Returns ``None`` on all ranks if no time is left, unless ``must`` is true.
         """
         call, calls = self._call(point), 1
         if self._graphs:

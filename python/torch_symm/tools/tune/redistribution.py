@@ -1,8 +1,8 @@
 """The benefit of a cost model: is the redistribution that it finds cheapest the fastest one?
 
-A case is a mesh, a tensor and two placements. Its plans are the paths from one to the other in steps along single mesh
-dimensions. A path has at most one step more than the mesh has dimensions, and no two mesh dimensions cut the same
-tensor dimension on it, because the order of the cuts would matter. Each plan is run as torch runs it.
+A case is a mesh, a tensor and two placements. Its plans are the paths from the first placement to the second in steps
+along single mesh dimensions. A path has at most one step more than the mesh has dimensions. On a path, no two mesh
+dimensions cut the same tensor dimension, because the order of the cuts would matter. Each plan is run as torch runs it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from .launch import measure, times
 from .measurement_points import Point, group_sizes, points
 from .thresholds import choose
 
-#: Longest tensors. One-shot and two-shot apply only to all-reduce; the others use flags in their data, or staging.
+#: Longest tensors. One-shot and two-shot apply only to all-reduce; the other collectives use LL lines or staging.
 LARGEST = {"all_reduce": 8 << 20, "all_gather": 4 << 20, "reduce_scatter": 4 << 20, "broadcast": 4 << 20}
 SMALLEST = 16 << 10
 VISITS = 3
@@ -39,7 +39,7 @@ class Way:
 def search(
     here: profile.Key, ops: Iterable[str], largest: int, seconds: float, on_visit: Callable[[Point, float], None]
 ) -> dict[int, dict[str, Any]]:
-    """Returns ``cuda_tuning`` by ranks of a group if another value than the default is better; in about ``seconds``.
+    """Spends about ``seconds``; returns ``cuda_tuning`` by number of ranks, where it is better than the default.
 
     Raises:
         As :func:`torch_symm.tools.tune.launch.measure`.
@@ -77,7 +77,7 @@ def _measured(
 ) -> Way:
     world: int = here.hardware["ranks"]
     with profile.draft(here, {ranks: {"cuda_tuning": tuning} for ranks in group_sizes(world)}) as path:
-        # In graphs, because separate calls from the host take the host's time.
+        # Time calls in graphs, because calls from the host would also take the host's time.
         visits = measure(world, "cuda", todo, seconds, VISITS, on_visit, path, graphs=True)
         return Way(times([visits], 0.0)[0], _names(todo, world, path))
 

@@ -102,7 +102,7 @@ def _send_recv(at: Setting) -> Call:
 
 
 def _barrier(at: Setting) -> Call:
-    # With the device, because a group that also serves CPU tensors would otherwise meet on the host.
+    # Name the device, because the ranks of a group that also serves CPU tensors would otherwise meet on the host.
     device = at.inputs.device
     ids = [device.index] if device.type == "cuda" else None
     return Call(lambda: None, lambda: dist.barrier(group=at.group, device_ids=ids), lambda _calls: None)

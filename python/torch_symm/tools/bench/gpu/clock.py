@@ -26,7 +26,7 @@ class GpuClock:
         """Returns a graph of ``calls`` calls of ``run``, which must have been called before."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        # Only this thread's calls count, because the groups have threads that query events.
+        # Allow unsafe calls of other threads during the capture, because the groups have threads that query events.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for _ in range(calls):
                 run()

@@ -106,7 +106,7 @@ def _room(device: torch.device, size: int) -> Place:
 
 
 def _new(backend: str, device: torch.device) -> dist.ProcessGroup:
-    """Returns a group after a first call of all ranks; a first message would reach only two of them."""
+    """Returns a group in which all ranks have made a call, because a first message would connect only two ranks."""
     group = new_group(backend=backend, timeout=GROUP_TIMEOUT)
     dist.all_reduce(torch.ones(1, device=device), group=group)
     if device.type == "cuda":
@@ -154,7 +154,7 @@ def _torch(name: str, builders: Callable[[Any], Builders], limit: int | None = N
     def make(device: torch.device, size: int) -> Side:
         import torch.distributed._symmetric_memory as symmetric
 
-        # Only its name and store are used, so NCCL never makes a communicator for it.
+        # torch uses only the name and the store of this group, so NCCL never makes a communicator for it.
         group = new_group(backend="nccl", timeout=GROUP_TIMEOUT)
         room = symmetric.empty(size if limit is None else min(size, limit), dtype=torch.uint8, device=device)
         handle = symmetric.rendezvous(room, group)

@@ -39,7 +39,7 @@ PATIENT_SETTINGS = {
 
 @dataclass(frozen=True)
 class Options:
-    """The run. ``seconds``: no further cell starts after them; ``still_s``: a rank without progress for so long hangs.
+    """The run. ``seconds``: time after which no cell starts; ``still_s``: time without progress after which ranks hang.
 
     ``products``: measures calls while matrix products run (`overlap`).
     ``rows``: cells in place of every combination of ``ops``, ``dtypes`` and ``sizes``.

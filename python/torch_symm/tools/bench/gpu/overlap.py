@@ -2,7 +2,7 @@
 
 A side's calls are on a branch of high priority, as the streams of FSDP2 and of asynchronous calls are, and matrix
 products on the other one. Three graphs are replayed in turn: the calls alone, the products alone, and both. Each chain
-takes about `CHAIN_US`. In a graph the host's time for enqueueing does not count.
+takes about `CHAIN_US`. Graphs leave out the host's time for enqueueing.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _Branches:
             return in_turn
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        # Only this thread's calls count, because the groups have threads that query events.
+        # Allow unsafe calls of other threads during the capture, because the groups have threads that query events.
         with torch.cuda.graph(graph, stream=self._main, capture_error_mode="thread_local"):
             if calls is not None:
                 self._side.wait_stream(self._main)

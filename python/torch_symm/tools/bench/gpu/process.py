@@ -17,7 +17,7 @@ from .rank_sync import Meeting
 from .record import Absent, Cell, Figure, Measured
 
 Message: TypeAlias = Absent | Measured
-#: The calls whose host time is measured, by the level at which an operation is entered; a function of a module.
+#: A function of a module that returns the calls whose host time is measured, by the level at which they enter.
 Entrances: TypeAlias = Callable[[Setting, Cell, Call, Side], Mapping[str, Call]]
 
 

@@ -63,6 +63,6 @@ def main(rank: int, task: Task, meeting: Meeting, results: Queue[Message]) -> No
     process.cell = None
     process.sides.clear()
     gc.collect()
-    # Rank 0 must not remove the store while other ranks use it, nor may a failed group withhold the figures.
+    # Rank 0 must not remove the store while other ranks use it. If a group has failed, the figures must not be lost.
     with suppress(RuntimeError):
         dist.destroy_process_group()

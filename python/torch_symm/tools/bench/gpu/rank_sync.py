@@ -11,7 +11,7 @@ from torch_symm.launch.watch import Progress
 MAX_TURNS = 16
 MODES = ("graph", "eager", "host", "group", "backend", "launch", "operator", "products", "together")
 TEXT_BYTES = 1200
-# Longer than the launcher lets a run stall.
+# Longer than a run may stall before the launcher ends it.
 PATIENCE_S = 200.0
 
 
