@@ -380,7 +380,7 @@ mod tests {
         let (subscription, received) = watching(std::slice::from_ref(&member));
         let mut subscription = Some(subscription);
         let child = forked(|| {
-            // The child's copy; the parent's stays.
+            // This drops the child's copy; the parent's copy stays.
             drop(subscription.take());
             let (_watch, news) = watching(std::slice::from_ref(&member));
             news.recv_timeout(Duration::from_secs(5)).is_ok()

@@ -123,7 +123,7 @@ fn no_two_modules_import_each_other() {
         .filter(|(module, _)| !module.contains(&"tests".into()))
         .map(|(module, text)| (module.clone(), imports(module, text, &all)))
         .collect();
-    // A module that imports none of the rest is in no cycle.
+    // A module that imports no module of `rest` is not part of a cycle.
     loop {
         let left = rest.len();
         let free: Vec<_> = rest

@@ -77,7 +77,7 @@ fn model(preemptions: usize, body: impl Fn() + Sync + Send + 'static) {
     builder.check(body);
 }
 
-/// Runs `body` as both of two ranks, which share what `make` returns.
+/// Runs `body` as rank 0 and as rank 1, which share the value that `make` returns.
 fn both<T: Send + Sync + 'static>(
     preemptions: usize,
     make: impl Fn() -> T + Send + Sync + 'static,
@@ -95,7 +95,7 @@ fn both<T: Send + Sync + 'static>(
 #[test]
 fn a_ring_hands_over_every_frame_once_and_in_order() {
     const UNITS: u64 = 3;
-    // Frame 2 does not fit before the end of the ring; frame 3 starts once 1 and 2 were read.
+    // Frame 2 does not fit before the end of the ring; frame 3 fits once frames 1 and 2 are read.
     const FRAMES: [u64; 3] = [2, 2, 1];
     struct Shared {
         tail: Word,
@@ -114,7 +114,7 @@ fn a_ring_hands_over_every_frame_once_and_in_order() {
             if let Some(place) = room.padding {
                 data[(place / UNIT) as usize].write(0);
             }
-            // Frames are published in parts, like short messages.
+            // Each frame is published unit by unit.
             for unit in 0..units {
                 data[(room.place / UNIT + unit) as usize].write(number);
                 tail = room.tail - (units - 1 - unit) * UNIT;
@@ -246,7 +246,7 @@ impl ChunkOps for Sum<'_> {
     }
 }
 
-/// Two calls back to back: more stages than slots, then a single chunk.
+/// Two calls back to back: the first has more stages than slots, the second a single chunk.
 fn two_calls(group: &Group, me: usize) {
     let mut stage = 0;
     for (seq, (phases, count)) in

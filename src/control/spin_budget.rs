@@ -111,8 +111,8 @@ mod tests {
         assert_eq!(pauses, [10, 20, 40, 80, 160, 320, 320]);
         patience.gave_away(3 * PREEMPTED_AFTER, now + 400 * MS);
         assert!(patience.is_short(|| now + 409 * MS) && !patience.is_short(|| now + 411 * MS));
-        // A thread that lost its core between its loss and its report does not shorten another
-        // thread's pause.
+        // A report that is late, because its thread lost the core again before it could report,
+        // does not shorten another thread's pause.
         patience.gave_away(3 * PREEMPTED_AFTER, now);
         assert!(patience.is_short(|| now + 409 * MS));
     }

@@ -80,8 +80,8 @@ fn every_shard_is_multiplied_once_and_not_before_it_came() {
 
 #[test]
 fn groups_of_the_shapes_that_are_measured() {
-    // With few rows the link takes longer than all products. With many, products do, and larger
-    // groups fill their waves.
+    // With few columns the link takes longer than all products. With many columns the products take
+    // longer, and larger groups fill their waves.
     for (rows, columns, bound_by_link) in
         [(512, 1024, true), (2048, 1024, true), (1024, 3584, false)]
     {
@@ -120,8 +120,8 @@ fn a_group_that_wraps_is_two_products() {
 
 #[test]
 fn copies_are_for_parts_that_products_hide() {
-    // With two ranks the only part from a peer is ready before this rank multiplies its own, which
-    // takes longer than the copy.
+    // With two ranks the only part from a peer is ready before this rank multiplies its own part,
+    // which takes longer than the copy.
     assert_eq!(pulled(2, &bf16(2048, 8192, 4096), &H200), 1);
     // Eight ranks and long products: all parts but the last ones are copied while products run.
     let long = pulled(8, &bf16(1024, 8192, 3584), &H200);

@@ -127,8 +127,8 @@ fn an_asynchronous_call_needs_nobody_who_waits() {
         let submit = |done| {
             group.submit(&[call(Collective::Barrier, vec![], vec![])], None, done).expect("queued")
         };
-        // This thread waits for each call at once, so often that a worker then leaves the next call
-        // to its submitter for a while.
+        // This thread waits for each call at once. After 20 such calls, a worker leaves the next
+        // call to its submitter for a while.
         for _ in 0..20 {
             group
                 .wait(submit(Completion::new(|outcome, _| outcome.expect("a barrier"))), None)

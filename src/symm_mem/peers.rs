@@ -353,8 +353,8 @@ mod tests {
         }
     }
 
-    /// Runs `body` on ranks that are threads, each with its own heap, and with a step for all of
-    /// them.
+    /// Runs `body` on ranks that are threads. Each has its own heap, and a step function that
+    /// exchanges messages with all ranks.
     fn with_ranks(body: impl Fn(&ControlBlock, usize, &Arc<Heap>, &StepFn<'_>) + Sync) {
         let (controls, table) = (controls(N as u32), Table::default());
         std::thread::scope(|scope| {
@@ -435,8 +435,8 @@ mod tests {
                     "round {round}"
                 );
                 step(0, Ok(Vec::new())).expect("all have looked");
-                // Some ranks drop a group before they make the next one, some after: links are
-                // found just as they close.
+                // Some ranks drop a group before they make the next one, and some after it, so that
+                // a rank may find a link which is just closing.
                 before = (round % N == me).then_some(heaps);
                 std::thread::sleep(Duration::from_micros((me * round * 7 % 50) as u64));
             }

@@ -128,8 +128,8 @@ mod tests {
     #[test]
     fn a_ring_wakes_who_sleeps_on_the_word() {
         let bell = Doorbell { sleepers: AtomicU32::new(1), ..Doorbell::default() };
-        // A single long sleep, because the slice would end the sleep even if the bell failed to
-        // wake it.
+        // A single long sleep, because a sleep in slices would end even if the bell failed to wake
+        // the thread.
         let long = rustix::time::Timespec { tv_sec: 10, tv_nsec: 0 };
         std::thread::scope(|scope| {
             let start = Instant::now();

@@ -120,7 +120,7 @@ mod tests {
         assert_eq!(failure.read(Rank(1)), Some(Error::aborted("rank 1 aborted")));
         assert_eq!(failure.read(Rank(0)), Some(Error::peer("rank 1 aborted")));
         assert!(failure.stands());
-        // Only an abort reads differently for others.
+        // Other ranks read a different error only after an abort.
         let failure: FirstFailure = FirstFailure::blank(AtomicU32::new, AtomicU8::new);
         failure.record(Rank(1), &Error::timeout("too late"));
         for reader in [Rank(0), Rank(1)] {

@@ -97,8 +97,8 @@ mod tests {
             closes(&new) && !closes(&old),
             "programs that are started get those of others still"
         );
-        // SAFETY: the child calls nothing but the code under test's hook, `getpeername`, `pause`
-        // and `_exit`.
+        // SAFETY: the child calls only the fork handler of the code under test, `getpeername`,
+        // `pause` and `_exit`.
         let child = unsafe { libc::fork() };
         if child == 0 {
             let connected = |socket: &TcpStream| socket.peer_addr().is_ok();

@@ -73,7 +73,8 @@ pub(crate) fn factor(rank: usize) -> f64 {
     0.5 + rank as f64 / 4.0
 }
 
-/// The CPU's reduction of `pieces`, which all have the same length, each with its own factor.
+/// Returns the CPU's reduction of `pieces`, which have the same length. `factor` returns the factor
+/// of the piece with the given index.
 pub(crate) fn on_cpu(
     order: SumOrder,
     op: ReduceOp,
@@ -208,7 +209,7 @@ impl Case {
     }
 }
 
-/// A sum, or a message, of `count` elements.
+/// A case of `op` with even lengths of `count` elements; a reduction sums in rank order.
 pub(crate) fn case(op: Collective, dtype: DType, count: usize) -> Case {
     Case {
         op,

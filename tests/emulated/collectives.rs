@@ -13,8 +13,8 @@ use symm::coll::cuda::plan::{CudaPlan, CudaThresholds};
 use symm::dtype::{DType, ReduceOp, SumOrder};
 use symm::kernels::cuda::driver::Grid;
 
-/// Runs `cases` back to back on every rank, `rounds` times, and checks each result. The plans with
-/// these `names` must have run some of them.
+/// Runs `cases` back to back on every rank, `rounds` times, and checks each result. Every plan in
+/// `names` must have run at least one case.
 fn run(n: usize, cases: &[Case], rounds: usize, names: &[&str]) {
     let host = Host::new(n).summing(cases[0].order);
     let mut served = BTreeSet::new();
@@ -148,8 +148,8 @@ fn a_rank_that_never_comes_ends_the_wait_and_is_named() {
     }
 }
 
-/// All-to-alls between two ranks, which both know the lengths; the messages of a rank to itself are
-/// longer, or empty.
+/// All-to-alls between two ranks. Both know the lengths of the messages between them; the message
+/// of a rank to itself may be much longer, or empty.
 #[test]
 fn what_a_rank_keeps_may_be_longer_than_what_it_sends() {
     let host = Host::with_tuning(

@@ -1,5 +1,5 @@
-//! Calls whose bytes copy engines move: two threads of each rank act as its two streams, and copies
-//! are plain copies.
+//! Calls whose bytes copy engines move. In these tests two threads of each rank act as its two
+//! streams, and copy the bytes themselves.
 
 use crate::calls::{Case, Random, case};
 use crate::host::{Host, at_once};
@@ -11,8 +11,9 @@ use symm::coll::cuda::plan::CudaThresholds;
 use symm::dtype::{DType, ReduceOp, SumOrder};
 use symm::rank::Rank;
 
-/// Runs one stream's part of `tasks`, which all belong to one call. The main stream sends at each
-/// fork, and the stream of copies at each join.
+/// Runs the part of a call's `tasks` that belongs to one stream: the copy stream if `copies`,
+/// otherwise the main stream. The main stream notifies the copy stream at each fork, and the copy
+/// stream notifies the main stream at each join.
 fn run_stream(
     host: &Host,
     me: usize,
@@ -53,8 +54,8 @@ fn run(host: &Host, me: usize, number: u64, call: &CallSpec<'_>, direct: Option<
     });
 }
 
-/// Runs `cases` back to back on every rank. After every second case the ranks make a call that uses
-/// kernels, which use the same slots.
+/// Runs `cases` back to back on every rank. After every second case the ranks make a call whose
+/// kernels use the same slots.
 fn staged(host: Host, cases: &[Case]) {
     let n = host.n;
     let host = host.summing(cases[0].order);
@@ -73,7 +74,8 @@ fn staged(host: Host, cases: &[Case]) {
     cases.iter().zip(&tensors).for_each(|(case, tensors)| case.check(tensors));
 }
 
-/// Chunks of a few hundred bytes: long messages take several rounds of slots.
+/// A group whose copies move 256 bytes at a time, so that long messages take several rounds of
+/// slots.
 fn host(n: usize) -> Host {
     let tuning = CudaThresholds {
         copy_chunk_bytes: 256,
@@ -86,7 +88,8 @@ fn host(n: usize) -> Host {
     Host::with_tuning(n, tuning)
 }
 
-/// Sums and gathers of `counts`, aligned or not, and with parts of different lengths.
+/// Reductions and all-gathers of each of `counts`, aligned or not; one reduce-scatter of each count
+/// has parts of different lengths.
 fn mixture(counts: &[usize], dtype: DType, reduce_op: ReduceOp, order: SumOrder) -> Vec<Case> {
     let one = |(index, &count): (usize, &usize)| {
         let of = |op| Case { shift: index % 3, reduce_op, order, ..case(op, dtype, count) };
@@ -131,9 +134,9 @@ enum Expects {
     Wrong,
 }
 
-/// Gathers and all-reduces from tensor to tensor, in place and not, in any order of the ranks, with
-/// right and wrong expectations. In a gather that is not in place, the rank that launches last has
-/// its outputs in reverse order.
+/// All-gathers and all-reduces from tensor to tensor, in place or not. The ranks launch in a random
+/// order, with right, wrong or no expectations. In a gather that is not in place, the rank that
+/// launches last has its outputs in reverse order.
 #[test]
 fn direct_calls() {
     for n in [2, 3, 4] {
@@ -144,7 +147,7 @@ fn direct_calls() {
             let part = random.of(&[1, 40, 3000, 20_001]);
             let whole = part * n;
             let op = if reduces { Collective::AllReduce } else { Collective::AllGather };
-            // Small random integers, and room for a gathered result.
+            // Inputs of random integers, so small that their sum fits into a byte.
             let given = if reduces { whole } else { part };
             let mut input = |_| -> Vec<u8> { (0..given).map(|_| random.below(30) as u8).collect() };
             let inputs: Vec<Vec<u8>> = (0..n).map(&mut input).collect();

@@ -30,8 +30,8 @@ fn reduced(op: ReduceOp, dtype: DType, pieces: &[&[u8]]) -> Vec<u8> {
     on_cpu(SumOrder::Rank, op, dtype, pieces, |_| factor(0))
 }
 
-/// Each quad's sum in rank order, rounded; then the sum of the two, the quad with rank 0 first; the
-/// average divides at the end.
+/// The expected result: each quad's sum in rank order, rounded, and then the sum of both quads, the
+/// quad with rank 0 first. An average divides at the end.
 fn expected(mesh: &CubeMesh, op: ReduceOp, dtype: DType, inputs: &[&[u8]]) -> Vec<u8> {
     let first = if op == ReduceOp::Avg { ReduceOp::Sum } else { op };
     let last = if op == ReduceOp::PremulSum { ReduceOp::Sum } else { op };
@@ -50,7 +50,8 @@ fn expected(mesh: &CubeMesh, op: ReduceOp, dtype: DType, inputs: &[&[u8]]) -> Ve
     reduced(last, dtype, &pieces)
 }
 
-/// `count` elements: any bytes, or numbers that reveal every other order of reduction.
+/// `count` elements: any bytes for integers; for floats, numbers whose reduction in any other order
+/// gives other bits.
 fn elements(dtype: DType, op: ReduceOp, count: usize, seed: u64) -> Vec<u8> {
     const FINITE: [f32; 6] = [1e30, -1e30, 1.0, 3.0e-39, -0.0, -1.000_001];
     let mut random = Random((seed + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
@@ -77,7 +78,7 @@ fn elements(dtype: DType, op: ReduceOp, count: usize, seed: u64) -> Vec<u8> {
 struct Step {
     case: Case,
     in_place: bool,
-    /// Fewer blocks than planned, for more rounds.
+    /// Number of blocks that replaces the planned number, to force more rounds.
     blocks: Option<u32>,
 }
 
@@ -195,7 +196,8 @@ fn messages_longer_than_the_lines_take_several_rounds() {
         blocks: Some(blocks),
         ..Step::all_reduce(DType::BF16, ReduceOp::Sum, count)
     };
-    // Rounds of 4 and 8 KiB; the last round of some has no data for its second block.
+    // Rounds of 4 KiB with one block and of 8 KiB with two. The last round of some calls has no
+    // data for the second block.
     let rounds = [(2048, 1), (2049, 1), (6000, 1), (9000, 2), (8195, 2), (3, 2), (6000, 1)];
     run(&straight(), &rounds.map(|(count, blocks)| long(count, blocks)));
 }

@@ -32,7 +32,8 @@ impl Heap {
             };
             at.expect("mapped") as usize
         };
-        // The ranks' tensors have different offsets.
+        // Allocation starts at a different offset on each rank, so that the ranks' tensors have
+        // different offsets.
         Self {
             me,
             bytes,

@@ -25,8 +25,8 @@ pub(crate) fn at_once(ranks: impl IntoIterator<Item = usize>, body: impl Fn(usiz
 /// Number of threads in a block; at least the number of ranks.
 pub(crate) const THREADS: u32 = 8;
 
-/// Index, from `DIRECT_WORD`, of the report's count of zero-copy collectives and sends. The next
-/// word counts zero-copy receives. The tests check both.
+/// Index of the word, counted from `DIRECT_WORD`, in which the report counts zero-copy collectives
+/// and sends. The next word counts zero-copy receives. The tests check both counts.
 const COUNT: u32 = 2;
 
 /// A rank's device memory, with empty sentinel slots.
@@ -54,8 +54,8 @@ pub(crate) struct Host {
     /// Each rank's symmetric memory; without it, calls are not zero-copy.
     pub(crate) heaps: Vec<Heap>,
     reachable: Vec<Box<dyn Fn(Span) -> bool + Send + Sync>>,
-    /// If set, launches along its edges reach only neighbours: `guard` replaces the memory of all
-    /// other ranks.
+    /// If set, launches that use the edges of this mesh reach only neighbours: `guard` replaces the
+    /// memory of all other ranks.
     mesh: Option<CubeMesh>,
     guard: Vec<u128>,
     longest: AtomicU64,
@@ -129,7 +129,8 @@ impl Host {
         Some(CubeMeshView { mesh, peer })
     }
 
-    /// Sets all counts as after about four billion calls, just before they wrap.
+    /// Sets all counts to the values that they have after about four billion calls, just before
+    /// they wrap.
     pub(crate) fn age(&mut self) {
         const OLD: u128 = 0xffff_fffd_ffff_fffd_ffff_fffd_ffff_fffd;
         let layout = self.layout;
@@ -168,7 +169,8 @@ impl Host {
         !self.heaps.is_empty() && plan::worth_zero_copy(call, me, self.n, &self.tuning)
     }
 
-    /// Number of kernels of each rank that moved data between tensors: collectives and sends.
+    /// Number of each rank's kernels, for collectives and sends, that moved data directly between
+    /// tensors.
     pub(crate) fn direct(&self) -> Vec<u32> {
         self.memory.iter().map(|memory| memory.report[DIRECT_WORD + COUNT as usize]).collect()
     }
@@ -178,7 +180,7 @@ impl Host {
         self.memory.iter().map(|memory| memory.report[DIRECT_WORD + COUNT as usize + 1]).collect()
     }
 
-    /// Asserts that a kernel of `me` gave up in call `number` and names `missing`.
+    /// Asserts that a kernel of `me` timed out in call `number` and reported `missing`.
     pub(crate) fn assert_names(&self, me: usize, number: u32, missing: usize) {
         let report = &self.memory[me].report;
         assert_eq!((report[0], report[1], report[4 + missing]), (1, number, 1), "{report:?}");
@@ -209,8 +211,8 @@ impl Host {
         CommonArgs { peer, stop, report, timeout: self.timeout.as_nanos() as u64, call }
     }
 
-    /// The context of launch `number`. `call` is `None` for sends and receives, which may always
-    /// find offers.
+    /// The context of launch `number`. `call` is `None` for sends and receives, which are always
+    /// allowed to be zero-copy.
     pub(crate) fn context(
         &self,
         me: usize,

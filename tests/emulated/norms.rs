@@ -1,5 +1,5 @@
-//! Rows that are summed, added to a residual and normalised by kernels on host threads: the bits
-//! equal the CPU's.
+//! Kernels on host threads that sum rows, add them to a residual and normalise them. The results
+//! equal the CPU's results bit for bit.
 
 use crate::host::{Host, at_once};
 use symm::coll::all_reduce_norm::{Norm, Normed};
@@ -23,7 +23,7 @@ impl Tensors {
         let fill = |elements: usize, seed: usize| {
             let mut data = vec![0u8; shift];
             for i in 0..elements {
-                // Small numbers of either sign; some are large, and few sums are exact.
+                // Numbers between -4 and 4; few of their sums are exact.
                 let value = ((i * 2_654_435_761 + seed * 40_503) % 4093) as f32 / 512.0 - 4.0;
                 let bits = value.to_bits();
                 if norm.dtype == DType::F32 {
@@ -140,11 +140,13 @@ fn run(order: SumOrder, n: usize, norms: &[Norm], shift: usize, rounds: u64, nam
     }
 }
 
-/// Numbers and lengths of rows: for eight threads, and for clusters of 2 and 4 such blocks.
+/// Numbers and lengths of rows. One block of eight threads normalises a row of `ROWS`; clusters of
+/// 2 and 4 such blocks share a row of `LONG_ROWS`.
 const ROWS: [(usize, usize); 6] = [(1, 8), (3, 64), (5, 200), (70, 16), (2, 256), (0, 64)];
 const LONG_ROWS: [(usize, usize); 2] = [(3, 400), (1, 1000)];
 
-/// Every form of `rows`, which are pairs of a number of rows and their length.
+/// Norms with every kind of normalised output for each of `rows`, which are pairs of a number of
+/// rows and their length.
 fn mixture(dtype: DType, rows: &[(usize, usize)]) -> Vec<Norm> {
     let mut norms = Vec::new();
     for &(rows, hidden) in rows {

@@ -1,10 +1,10 @@
 //! CUDA kernels as host threads: their sources are compiled by the C++ compiler with
 //! `SYMM_EMULATED`.
 //!
-//! The emulation shows that a protocol's stores, polls and barriers fit together, with the words of
-//! a unit torn apart and threads paused anywhere (`SYMM_EMULATED_SEED`, default 1, varies the
-//! pauses; 0 omits them). It cannot show a missing fence that a GPU's memory needs and the host's
-//! does not.
+//! The emulation shows that a protocol's stores, polls and barriers fit together, even if the words
+//! of a unit arrive separately and threads pause anywhere (`SYMM_EMULATED_SEED`, default 1, varies
+//! the pauses; 0 omits them). It cannot show that a fence is missing which only the memory model of
+//! a GPU requires.
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -21,8 +21,8 @@ use symm::kernels::cuda::driver::Grid;
 type Kernel = unsafe extern "C" fn(*const u8);
 type Launch = unsafe extern "C" fn(Kernel, u32, u32, u32, u32, *const u8, u64);
 
-/// One source file of kernels, compiled for a world and, if it reduces, for an element type and an
-/// operation.
+/// One source file of kernels, compiled for a number of ranks and, if it reduces, for an element
+/// type and an operation.
 #[derive(Clone)]
 pub(crate) struct Program {
     library: Arc<Library>,
@@ -149,8 +149,8 @@ fn compiler() -> Command {
     compiler
 }
 
-/// A precompiled copy of `standard.hpp`, whose compilation would otherwise take a third of each
-/// kernel's. Later runs with the same compiler and flags reuse it.
+/// A precompiled copy of `standard.hpp`, which would otherwise take a third of the time in which
+/// each kernel is compiled. Later runs with the same compiler and flags reuse it.
 fn standard(root: &Path) -> &'static Path {
     static MADE: OnceLock<PathBuf> = OnceLock::new();
     MADE.get_or_init(|| {
@@ -173,7 +173,8 @@ fn standard(root: &Path) -> &'static Path {
                 .arg(header.with_extension("hpp.gch"))
                 .status();
             assert!(status.is_ok_and(|status| status.success()), "standard.hpp does not compile");
-            // The complete folder is renamed; this fails if another process was first.
+            // Renaming publishes the complete folder; it fails if another process has published one
+            // already.
             let _ = std::fs::rename(made.keep(), &folder);
         }
         folder.join("standard.hpp")

@@ -20,8 +20,8 @@ struct Request {
     n: usize,
     dtype: DType,
     reduce_op: ReduceOp,
-    /// The length from which a collective derives its messages: for most collectives, the bytes of
-    /// one message between two ranks, for others, the bytes of all messages.
+    /// Length in bytes of a rank's tensor, or of each of its tensors if it has several. Uneven
+    /// steps use it for some tensors at most.
     base: usize,
 }
 
@@ -71,11 +71,12 @@ impl Scene {
     ) -> Self {
         let Request { op, n, dtype, reduce_op, base } = requested;
         let (root, uneven) = (random.below(n), random.below(3));
-        // One rank has only short messages; all others have messages that are too long for LL
-        // lines.
+        // The rank, if any, that has only short messages, while all other ranks have messages that
+        // are too long for LL lines.
         let apart =
             (op == Collective::AllToAll && n < 5 && random.below(3) == 0).then(|| random.below(n));
-        // Lengths of the message between two ranks, or of all messages.
+        // Length of the message from each rank (row) to each rank (column). An all-gather uses only
+        // column 0, and a reduce-scatter only row 0.
         let mut matrix = vec![vec![base; n]; n];
         for (place, length) in matrix.iter_mut().flatten().enumerate() {
             *length = match (apart, uneven) {
@@ -252,8 +253,8 @@ impl Scene {
 /// Size of a rank's symmetric memory in bytes.
 const HEAP: usize = 256 << 20;
 
-/// Random programs on `n` ranks, each under a random tuning; `SYMM_RANDOM_SEED` and
-/// `SYMM_RANDOM_PROGRAMS` select others and more.
+/// Random programs on `n` ranks, each under a random tuning; `SYMM_RANDOM_SEED` selects other
+/// programs, and `SYMM_RANDOM_PROGRAMS` sets their number.
 fn random_programs(n: usize, zero_copy: bool) {
     let number = |name: &str, default: u64| {
         std::env::var(name).map_or(default, |text| text.parse().expect("a number"))
@@ -280,7 +281,8 @@ fn random_programs(n: usize, zero_copy: bool) {
         if zero_copy {
             host.handshake(HEAP);
         }
-        // Counts about to wrap, for every second number of ranks and in every second program.
+        // In every second program all counts start just before they wrap. Whether the first program
+        // is one of these depends on the number of ranks and on `zero_copy`.
         if (program as usize + n + usize::from(zero_copy)) % 2 == 1 {
             host.age();
         }
@@ -330,8 +332,8 @@ fn always_zero_copy(n: usize) -> CudaThresholds {
     }
 }
 
-/// Every collective with only symmetric tensors is zero-copy, for all element types, operations and
-/// tails.
+/// Every collective with only symmetric tensors is zero-copy, for several element types and
+/// operations and for lengths that are not multiples of a unit.
 fn all_symmetric_goes_direct(n: usize) {
     let mut host = Host::with_tuning(n, always_zero_copy(n));
     host.handshake(HEAP);
@@ -350,7 +352,8 @@ fn all_symmetric_goes_direct(n: usize) {
             .iter()
             .filter(|op| **op != Collective::Barrier && (op.reduces() || i == 0))
         {
-            // Longer than the messages on LL lines if not every rank knows the longest message.
+            // In an all-to-all not every rank knows the longest message, so shorter messages would
+            // use LL lines.
             let least = if *op == Collective::AllToAll { 66_000 } else { 100 };
             let base = (least + random.below(20_000)) / dtype.size() * dtype.size();
             let requested = Request { op: *op, n, dtype, reduce_op, base };
@@ -378,7 +381,7 @@ tests! {
 // proves P21
 #[test]
 fn a_rank_that_never_comes_leaves_symmetric_memory_untouched() {
-    // Not a gather, in which only the root needs all others.
+    // Gather is not among these, because only its root waits for all other ranks.
     for op in [
         Collective::AllReduce,
         Collective::AllGather,

@@ -13,9 +13,10 @@ fn factor(rank: usize) -> f64 {
     [0.1, -1.5, 3.0, 1e-3, 0.5, -7.0, 1.0, 1e4][rank % 8]
 }
 
-/// The bit patterns at which a number's meaning changes; for complex types, those of one part.
+/// The bit patterns at and next to which the meaning of a number changes; for complex types, the
+/// patterns of one part.
 fn special(dtype: DType) -> Vec<u64> {
-    // Infinity if the format has it, the number below it and the NaNs above; the least normal; one.
+    // The bits of infinity, of the smallest normal number, and of one.
     let (infinity, least_normal, one): (u64, u64, u64) = match dtype {
         DType::F32 | DType::C64 => (0x7f80_0000, 0x0080_0000, 0x3f80_0000),
         DType::F64 | DType::C128 => {
@@ -47,8 +48,8 @@ fn special(dtype: DType) -> Vec<u64> {
     positive.iter().flatten().chain(&nans).flat_map(|&bits| [bits, bits | sign]).collect()
 }
 
-/// Each rank's elements: all pairs of special values in neighbouring ranks, then random bits, some
-/// of them close to each other.
+/// Each rank's elements. First come all pairs of special values on ranks 0 and 1, then random
+/// numbers. Every second one of these has a similar size on all ranks.
 fn inputs(dtype: DType, world: usize) -> Vec<Vec<u8>> {
     let mut random = Random(0x9e37_79b9_7f4a_7c15 ^ ((dtype as u64) << 8) ^ world as u64);
     let mut random = move || random.next().rotate_left(21);

@@ -22,8 +22,8 @@ fn two_ranks_exchange_units() {
     std::thread::scope(|scope| {
         for rank in 0..2 {
             let (program, args) = (&program, &args);
-            // SAFETY: inboxes and counters outlive the scope; each holds a unit or a word per
-            // thread and rank.
+            // SAFETY: inboxes and counters outlive the scope. An inbox holds a unit per thread, and
+            // the counters hold a word per thread and rank.
             scope.spawn(move || unsafe {
                 program.launch("ping_pong", rank, Grid::new(1, THREADS), args)
             });

@@ -182,7 +182,7 @@ fn a_slot_is_shared_with_whoever_swaps_its_words() {
     assert!(host.is_well());
 }
 
-/// Runs `signal` on each of `ranks`, where it must time out after `what` and name `missing`.
+/// Runs `signal` on each of `ranks`, where it must time out and report `what` and `missing`.
 fn gives_up(host: &Host, ranks: &[usize], signal: Signal, slot: u32, what: &str, missing: &[u32]) {
     let begun = Instant::now();
     at_once(ranks.iter().copied(), |me| host.run(me, signal, slot));
@@ -207,7 +207,7 @@ fn all_who_do_not_come_to_a_barrier_are_named() {
         let here = |rank: &usize| !absent.contains(&(*rank as u32));
         let ranks: Vec<usize> = (0..n).filter(here).collect();
         gives_up(&host, &ranks, Signal::Barrier, 6, "barrier", absent);
-        // The words stay unchanged, except for the signals to the missing ranks.
+        // All words are zero, except for the signals to the missing ranks.
         for rank in 0..n {
             let left: u32 = host.pads[rank].iter().map(|word| word.load(Ordering::Acquire)).sum();
             let expected = if here(&rank) { 0 } else { ranks.len() };

@@ -1,4 +1,4 @@
-//! The sum of nodes' partial results by its CUDA kernel, compared bit by bit with the CPU's
+//! The CUDA kernel that sums the partial results of nodes, compared bit by bit with the CPU's
 //! reduction.
 
 use crate::program::{Program, bytes_of, numbers};
@@ -12,7 +12,8 @@ use symm::node_map::{NodeMap, RankLocation};
 /// The content of the bytes around a result.
 const UNTOUCHED: u8 = 0xa5;
 
-/// Checks sums of `counts` elements, which start `begin` bytes beyond an aligned address.
+/// Checks sums of each of `counts` elements. The result starts `begin` bytes beyond an aligned
+/// address.
 fn check(
     order: SumOrder,
     nodes: &[u8],
@@ -51,7 +52,8 @@ fn check(
         let sources: Vec<InputElements> = partials.iter().zip(&args.factor).map(source).collect();
         let mut expected = vec![0u8; bytes];
         let (result, divisor) = (expected.as_mut_ptr(), args.divisor as usize);
-        // SAFETY: every partial result and the sum have `bytes`, a multiple of the element.
+        // SAFETY: every partial result and the sum have `bytes` bytes, a multiple of the element
+        // size.
         unsafe { cpu::reduce_partials(order, outer, dtype, result, &sources, count, divisor) };
         // SAFETY: partial results and sum live until the kernel has ended, and it writes only the
         // sum.
@@ -69,7 +71,7 @@ fn sums_in_the_order_of_nodes() {
     check(order, &[0, 1], DType::BF16, ReduceOp::Sum, &lengths, 0);
     check(order, &[0, 0, 1, 2, 3, 4], DType::F32, ReduceOp::Sum, &lengths, 4);
     check(order, &[0, 1, 2], DType::F16, ReduceOp::Max, &lengths, 2);
-    // Averages divide once and weigh uneven nodes.
+    // Averages divide only once, and weight each node by its number of ranks.
     let counts = [1, 100];
     check(order, &[0, 1], DType::BF16, ReduceOp::Avg, &counts, 0);
     check(order, &[0, 0, 0, 1], DType::BF16, ReduceOp::Avg, &counts, 0);

@@ -1,4 +1,4 @@
-//! The sum of a fused matmul's parts by its CUDA kernel, compared bit by bit with the CPU's
+//! The CUDA kernel that sums the parts of a fused matmul, compared bit by bit with the CPU's
 //! reduction.
 
 use crate::calls::on_cpu;
@@ -32,7 +32,7 @@ fn check(n: usize, dtype: DType, mean: bool, bytes: usize) {
 
 #[test]
 fn sums_in_rank_order() {
-    // Each is a separate compilation.
+    // Each case needs a separate compilation.
     for (n, dtype, mean) in [
         (2, DType::F16, true),
         (3, DType::BF16, false),

@@ -37,8 +37,8 @@ fn all_to_all(
     (CallSpec { op, inputs, outputs, ..CallSpec::barrier(None) }, expected)
 }
 
-/// A group with the thresholds of GPUs, but fewer lanes and threads: shorter messages use LL lines
-/// and take no part in the handshake.
+/// A group with the thresholds of GPUs, but fewer lanes and threads. Messages of `SHORT` bytes use
+/// LL lines and take no part in the handshake.
 fn host() -> Host {
     let tuning = CudaThresholds { lanes: 2, threads: 8, ..CudaThresholds::of(RANKS) };
     let mut host = Host::with_tuning(RANKS, tuning);
@@ -76,9 +76,9 @@ fn a_rank_without_a_long_message_counts_the_rounds_of_the_others() {
     run(&[one_way, other, pair, one_way, [[LONG; RANKS]; RANKS], other]);
 }
 
-/// Rank 0 sends `bytes` bytes to rank 1, which receives them `beyond` a 16-byte boundary of
-/// symmetric memory or at any address of other memory. Returns whether the sender, and the
-/// receiver, count the message as zero-copy.
+/// Rank 0 sends `bytes` bytes to rank 1, which receives them in symmetric memory, `beyond` bytes
+/// past a 16-byte boundary, or in other memory. Returns whether the sender counts the message as
+/// zero-copy, and whether the receiver does.
 fn message(host: &Host, bytes: usize, symmetric: bool, beyond: usize) -> (bool, bool) {
     const CANARY: u8 = 0xA5;
     let given: Vec<u8> = (0..bytes).map(|at| (at / 7 + at) as u8).collect();

@@ -1,4 +1,5 @@
-//! The promises of 100 ms, measured at 100 ms: the median of several runs of two ranks.
+//! The limit of 100 ms within which calls must end after an event. The median of several runs of
+//! two ranks must keep it.
 
 use crate::alone;
 use crate::threads::{barrier, span, with_ranks};
@@ -42,8 +43,9 @@ fn receive(group: &Group, timeout: Duration) -> Result<(), Error> {
     received.lock().expect("not poisoned").clone()
 }
 
-/// Rank 0 waits in `call`, which must end at `limit` with `kind`. Rank 1 meanwhile runs `other`,
-/// which returns the time from which the wait is measured.
+/// Rank 0 waits in `call`, which must fail with `kind`, never before `limit` and in the median at
+/// most `SOON` after it. Rank 1 meanwhile runs `other`, which returns the time from which the wait
+/// is measured.
 fn ends(
     call: impl Fn(&Group) -> Result<(), Error> + Sync,
     kind: ErrorKind,

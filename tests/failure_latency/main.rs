@@ -12,7 +12,7 @@ mod rank_death;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Held by the running test, because ranks need cores.
+/// Blocks until no other test holds the guard, because the ranks of a test need the cores.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)

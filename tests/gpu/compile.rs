@@ -122,15 +122,15 @@ fn variants(program: &'static Program) -> Vec<(Variant, Arch)> {
         let wanted = |world: &u32| match (thorough, all_worlds) {
             (true, true) => true,
             (true, false) if first => FEW_WORLDS.contains(world),
-            // Only the extremes for other element types: the effect of an element type does not
-            // depend on the numbers in between.
+            // Other element types are compiled only for the minimum and the maximum: the effect of
+            // an element type does not depend on the numbers in between.
             (true, false) => [WORLDS.start(), WORLDS.end()].contains(&world),
             (false, true) => FEW_WORLDS.contains(world),
             (false, false) => world == WORLDS.end(),
         };
         for world in WORLDS.filter(wanted) {
-            // Also the last rank, where the order of visits wraps around: for one element type, or
-            // for every type if all numbers of ranks are requested.
+            // One element type, or every type if all numbers of ranks are requested, is compiled
+            // also for the last rank, for which the order of visits wraps around.
             let wraps = thorough && FEW_WORLDS.contains(&world) && (all_worlds || first);
             let ranks = if wraps { vec![0, world - 1] } else { vec![0] };
             let handshakes: &[bool] = if mentions(program.text, "#ifdef SYMM_ZERO_COPY") {
@@ -235,7 +235,8 @@ fn every_program_compiles() {
     let mut failures: Vec<String> = Vec::new();
     for Outcome { title, program, zero_copy, arch, kernels } in outcomes {
         match kernels {
-            // Then the output of ptxas has changed, and spills would not be found either.
+            // In this case the output of ptxas has changed, and this test would not find spills
+            // either.
             Ok(kernels)
                 if kernels.is_empty() || kernels.iter().any(|kernel| kernel.registers == 0) =>
             {
@@ -263,7 +264,7 @@ fn every_program_compiles() {
         );
     }
     let _ = std::io::stderr().write_all(report.as_bytes());
-    // Most of them have the same cause.
+    // Most failures have the same cause.
     let shown = failures.iter().take(3).map(String::as_str).collect::<Vec<_>>().join("\n");
     assert!(
         failures.is_empty(),

@@ -1,5 +1,5 @@
-//! CUDA kernels with their compiler and on a GPU. Skipped without NVRTC, which `make test-kernels`
-//! names; tests that run a kernel need a GPU.
+//! CUDA kernels with their compiler and on a GPU. Skipped unless `SYMM_NVRTC_PATH` names NVRTC, as
+//! in `make test-kernels`; tests that run a kernel need a GPU.
 #![allow(missing_docs, clippy::unwrap_used, clippy::print_stderr)]
 
 #[path = "../emulated/calls.rs"]

@@ -95,7 +95,7 @@ fn check_seen(members: &[Member], byte: u8) {
     }
 }
 
-/// Signals of rank 0 carry a byte to rank 1, and back.
+/// Rank 0 passes a byte to rank 1 with a signal, and rank 1 passes it back.
 fn ping_pong(members: &[Member]) {
     let pads = pads(members);
     let [one, two, ..] = members else { panic!("too few") };

@@ -1,5 +1,5 @@
-//! Joining with threads as ranks: which process may claim a rank, and the errors of those that may
-//! not.
+//! Joining with threads as ranks: which process may claim a rank, and the errors of processes that
+//! may not.
 
 use crate::threads::{
     Flat, LONG, SHORT, SOON, connect, error, hello, pair, put, receive, record_of,
@@ -117,7 +117,7 @@ fn a_place_counts_as_long_as_a_living_process_keeps_it() {
     let pair = || threads(0..2, |rank| join(&store, &placed(rank, LONG)).unwrap());
 
     let listener = sys::socket::listen_at(&name, 1).unwrap();
-    // More attempts than the queue of the listener has entries.
+    // This makes more attempts than the queue of the listener has entries.
     let expected =
         format!("claimed twice: by pid {} and by pid {}", child.id(), std::process::id());
     for _ in 0..4 {
@@ -136,7 +136,8 @@ fn a_place_counts_as_long_as_a_living_process_keeps_it() {
     assert!(joined.iter().all(|joined| joined.lease.is_some()), "{joined:?}");
     drop(joined);
 
-    // A listener does not suffice: a forked child may still hold it after the process has exited.
+    // A listener does not prove that the process lives: a forked child may still hold the listener
+    // after the process has exited.
     store.set("symm/g/0/1/membership", &serde_json::to_vec(&held).unwrap()).unwrap();
     let _listener = sys::socket::listen_at(&name, 1).unwrap();
     child.kill().unwrap();
@@ -194,7 +195,8 @@ fn new_connections_do_not_displace_a_rank_that_has_said_hello() {
     thread::scope(|scope| {
         let leader = scope.spawn(|| join(store, &spec("g", 0, 2, LONG)));
         let record = record_of_leader(store);
-        // Rank 1, and behind it in the queue, more connections than rank 0 accepts at once.
+        // Rank 1 connects first. Behind it in the queue are more connections than rank 0 accepts at
+        // once.
         let rank_1 = connect(&record);
         send(&rank_1, &hello(1, 2, std::process::id(), 8192, &token(&record)));
         let _flood: Vec<OwnedFd> = (0..36).map(|_| connect(&record)).collect();

@@ -37,7 +37,7 @@ const QUIET: [libc::c_long; 19] = [
 const NOTIF_RECV: libc::Ioctl = 0xc050_2100u32 as libc::Ioctl;
 const NOTIF_SEND: libc::Ioctl = 0xc018_2101u32 as libc::Ioctl;
 
-/// Returns true if the kernel lets this process install such a filter.
+/// Returns true if Linux supports a filter that passes system calls to a listener.
 pub(crate) fn offered() -> bool {
     let mut sizes = [0u16; 3];
     // SAFETY: the operation writes three words of two bytes.
@@ -50,17 +50,17 @@ pub(crate) fn offered() -> bool {
 #[derive(Clone)]
 pub(crate) struct Steps(Arc<AtomicU64>);
 
-/// The value of the counter with which no step is the last one.
+/// The value of the counter at which no step kills the process.
 const SAFE: u64 = u64::MAX;
 
 impl Steps {
-    /// Counts the calling thread's steps from here, starting at 1. Before step `last` it writes the
-    /// monotonic time to `died` and kills the process. The filter cannot be removed; fails if the
-    /// kernel rejects it.
+    /// Counts the calling thread's steps from here, starting at 1. Before step `last`, the
+    /// supervising thread writes the monotonic time to `died` and kills the process. The filter
+    /// cannot be removed. The function fails if Linux rejects the filter.
     pub(crate) fn until(last: u64, died: File) -> Result<Self> {
         let left = Arc::new(AtomicU64::new(last));
-        // Not a channel: once the filter is active, waking its receiver would wait for the
-        // receiver.
+        // Not a channel: once the filter is active, the system call that wakes the receiver of a
+        // channel would itself wait for this receiver.
         let listener = Arc::new(AtomicI32::new(-1));
         let (count, mailbox) = (Arc::clone(&left), Arc::clone(&listener));
         std::thread::spawn(move || {
@@ -73,7 +73,7 @@ impl Steps {
         Ok(Self(left))
     }
 
-    /// Lets the process live.
+    /// Lets the process survive all further steps.
     pub(crate) fn spare(&self) {
         self.0.store(SAFE, Ordering::Release);
     }
@@ -84,7 +84,7 @@ pub(crate) fn monotonic() -> u64 {
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
-/// Ends this process as the kernel would.
+/// Writes the monotonic time to `died` and kills this process.
 pub(crate) fn die(died: &File) -> ! {
     rustix::io::write(died, monotonic().to_string().as_bytes()).expect("written");
     rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL)
@@ -119,8 +119,8 @@ fn filter() -> Result<RawFd> {
     if listener < 0 { Err(Error::last_os_error()) } else { Ok(listener as RawFd) }
 }
 
-/// Lets every call continue except the last. Must not allocate, because a call may come from inside
-/// the allocator.
+/// Lets every system call continue until `left` reaches 0, and then kills the process. Must not
+/// allocate, because a call may come from inside the allocator.
 fn supervise(listener: RawFd, left: &AtomicU64, died: &File) {
     loop {
         // SAFETY: all zeroes is a valid value of this structure of integers, and the one that the

@@ -114,7 +114,7 @@ fn p20_only_sealed_memory_of_the_right_size_is_taken() {
 }
 
 /// Runs `body`, which may only make system calls, in a process of another user, and returns its
-/// result. `None` if this user may not become another.
+/// result. Returns `None` if this process may not change its user.
 fn as_unidentified(body: impl FnOnce() -> bool) -> Option<bool> {
     if !rustix::process::geteuid().is_root() {
         let _ = writeln!(std::io::stderr(), "skipped: only root can become another user");

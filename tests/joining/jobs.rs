@@ -17,17 +17,17 @@ pub(crate) fn open(dir: &Path) -> FileStore {
     FileStore::open(&dir.join("store"), RANKS).unwrap()
 }
 
-/// Writes a file of a job. A process that is killed meanwhile leaves no file instead of a partial
-/// one.
+/// Writes a file of a job. If the process is killed meanwhile, the file does not appear, not even
+/// in part.
 pub(crate) fn say(dir: &Path, name: &str, value: &impl Serialize) {
     let draft = dir.join(format!("draft.{}", std::process::id()));
     std::fs::write(&draft, serde_json::to_vec(value).unwrap()).unwrap();
     std::fs::rename(draft, dir.join(name)).unwrap();
 }
 
-/// A temporary directory, and the processes, which are killed at the end.
+/// A temporary directory and the ranks' processes, which are killed when the job is dropped.
 pub(crate) struct Job {
-    /// Inspects the keys; as a user of the file, it also keeps the keys of killed ranks.
+    /// Through this store the test inspects keys. While it is open, keys of killed ranks stay.
     pub(crate) store: FileStore,
     pub(crate) dir: TempDir,
     pub(crate) ranks: Vec<(u32, Child)>,

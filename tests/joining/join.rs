@@ -95,7 +95,7 @@ fn ranks_of_one_node_say_no_more_where_nodes_may_be_connected() {
 fn ranks_that_do_not_exist_and_more_than_one_node_can_have_are_refused() {
     let Some(_flat) = Flat::start() else { return };
     let store = MemoryStore::new();
-    // These are refused once they are known to be on one node.
+    // The ranks are rejected once they know that all of them are on one node.
     let errors = threads(0..129, |rank| {
         let all = spec("g", rank, 129, LONG);
         find(&store, &JoinSpec { segment_bytes: 0, reserved_bytes: 0, ..all }).err().unwrap()
@@ -124,7 +124,8 @@ fn missing_ranks_are_named_by_all() {
     for outcome in &outcomes {
         refused(outcome, ErrorKind::Timeout, expected);
     }
-    // Each rank leaves its record, with the cause, which does not affect a group of another name.
+    // Each rank leaves its record with the cause. The record does not affect a group of another
+    // name.
     let keys = ["symm/g/0/0", "symm/g/0/1"];
     let stands = |key: &str| {
         String::from_utf8(store.get(key, None).unwrap().to_vec())
@@ -134,7 +135,7 @@ fn missing_ranks_are_named_by_all() {
     assert!(keys.into_iter().all(stands) && store.num_keys() == Ok(2));
     threads(0..2, |rank| join(&store, &spec("h", rank, 2, LONG)).unwrap());
     assert!(keys.into_iter().all(stands) && store.num_keys() == Ok(2));
-    // The next attempt of all ranks succeeds in spite of what the failed one left.
+    // The next attempt of all ranks succeeds in spite of the records of the failed attempt.
     let tokens = threads(0..4, |rank| join(&store, &spec("g", rank, 4, LONG)).unwrap().token);
     assert!(tokens.iter().all(|token| *token == tokens[0]));
     assert!(store.is_empty());
@@ -176,7 +177,8 @@ fn a_late_rank_learns_why_the_others_left() {
     refused(&outcome, ErrorKind::Timeout, "for rank 1 to join");
 }
 
-/// Blocks requests that write, whatever their timeout, until it is released.
+/// A store in which a request that writes blocks until the test releases it, whatever the timeout
+/// of the request.
 struct Stopped {
     inner: MemoryStore,
     go: Mutex<Receiver<()>>,
@@ -317,7 +319,7 @@ fn a_thousand_groups_of_one_name_leave_nothing() {
     assert!(store.is_empty());
 }
 
-/// Number of threads of this process that watch others.
+/// Number of threads of this process that watch other processes.
 fn watchers() -> usize {
     threads_named("symm-exit-watch")
 }

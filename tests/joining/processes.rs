@@ -26,9 +26,9 @@ struct Role {
     dir: PathBuf,
     rank: u32,
     hold_rank: bool,
-    /// Number of file descriptors that it may open in addition to those it has.
+    /// Number of file descriptors that the rank may open in addition to the descriptors it has.
     spare: Option<usize>,
-    /// Action after joining: kill itself, or wait until the watcher reports an exit.
+    /// Action after joining: exit, kill itself, or wait until the watcher reports an exit.
     then: Then,
 }
 
@@ -96,8 +96,8 @@ fn rank_process() {
         }
     }
     say(&dir, &format!("report.{rank}"), &report);
-    // Stay alive until all ranks have reported. Otherwise ranks that are still joining would take
-    // this rank's exit for the failure, or a late rank could not learn the failure from this one.
+    // Stay alive until all ranks have reported. Otherwise ranks that are still joining would report
+    // this rank's exit as the failure, or a late rank could not learn the failure from this one.
     let limit = Instant::now() + Duration::from_millis(if spare.is_some() { 2500 } else { 300 });
     while !(0..RANKS).all(|rank| dir.join(format!("report.{rank}")).exists())
         && Instant::now() < limit
@@ -106,7 +106,7 @@ fn rank_process() {
     }
 }
 
-/// The role of `rank` in `job`, which joins and exits.
+/// The role of a rank of `job` that joins and exits.
 fn plain(job: &Job, rank: u32) -> Role {
     let dir = job.dir.path().to_owned();
     Role { dir, rank, hold_rank: false, spare: None, then: Then::Exit }
@@ -207,7 +207,7 @@ fn a_process_that_claims_a_rank_of_a_group_that_lives_is_refused() {
             assert!(formed(&job), "the late one has left something");
         }
         job.kill();
-        // Those that were killed last may have reported an exit.
+        // Ranks that were killed last may first have reported that other ranks exited.
         finish(&mut job);
     }
 }

@@ -34,7 +34,7 @@ struct Role {
 
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 enum Part {
-    /// Kills this rank before this step, or once it has joined.
+    /// Is killed before its step `last`, or after the join if the join has fewer steps.
     Victim { last: u64 },
     /// Joins with the victim, then without it.
     Survivor,
@@ -54,7 +54,7 @@ struct Report {
     left: String,
 }
 
-/// A group's resources in a process.
+/// Numbers of resources that this process holds. Some belong to its group.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Held {
     descriptors: usize,
@@ -158,7 +158,8 @@ fn killed_at(victim: u32, last: u64) -> (bool, u64) {
     let start = |job: &mut Job, rank: u32, part| {
         job.start("rank_death::rank_process", rank, &Role { dir: dir.clone(), rank, part });
     };
-    // Alternately, all others already wait for the victim, or all start together in any order.
+    // If `last` is even, the other ranks already wait for the victim. If it is odd, all ranks start
+    // together.
     let awaited = last.is_multiple_of(2);
     let others = (0..RANKS).filter(|rank| *rank != victim);
     for rank in others.clone() {
@@ -192,15 +193,16 @@ fn killed_at(victim: u32, last: u64) -> (bool, u64) {
             // Either no rank saw the victim, or the victim's record is older than some other rank's
             // call and so counts as a leftover.
             assert!(report.message.contains(&format!("rank {victim}")), "{case}");
-            // On a busy node the victim may start after the others timed out. A rank that waited a
-            // second longer must name it.
+            // On a busy node the victim may start after the others timed out. But a rank that still
+            // waits a second after the victim's exit must not time out: it must report the exit.
             assert!(
                 !(awaited && record) || report.at.saturating_sub(died) < 1_000_000_000,
                 "{case}"
             );
         } else {
             assert!(report.kind == ErrorKind::Peer as u8 && named, "{case}");
-            // A rank that waits for an absent rank polls the others at growing intervals.
+            // A rank that waits for an absent rank polls the others at growing intervals, so it may
+            // notice an exit up to a second later.
             assert!(!awaited || report.at.saturating_sub(died) < 1_000_000_000, "{case}");
         }
         assert!(report.seconds < TIMEOUT.as_secs_f64() + 1.0, "{case}");
@@ -237,7 +239,8 @@ fn a_rank_killed_before_any_step_is_named_and_nothing_is_left() {
         return;
     }
     let started = Instant::now();
-    // The next step, the number of steps reached, and of errors that say that the rank was killed.
+    // For each victim: the number of steps tried, the number of steps reached, and the number of
+    // errors that say that the victim was killed.
     let victims: Vec<[AtomicU64; 3]> = (0..RANKS).map(|_| Default::default()).collect();
     std::thread::scope(|scope| {
         for (victim, [next, reached, told]) in (0..RANKS).zip(&victims) {

@@ -1,4 +1,4 @@
-//! Ranks that join as threads, and records that replace others.
+//! Ranks that join as threads, and stores that change the record of a rank.
 
 use crate::process::alone;
 use rustix::fd::OwnedFd;
@@ -23,7 +23,7 @@ pub(crate) const LONG: Duration = Duration::from_secs(20);
 /// node.
 pub(crate) const SOON: Duration = Duration::from_secs(5);
 
-/// Fails when dropped if more file descriptors are open than at its start.
+/// Fails when dropped if the number of open file descriptors differs from the number at the start.
 pub(crate) struct Flat {
     open: usize,
 }
@@ -39,8 +39,8 @@ impl Flat {
 impl Drop for Flat {
     fn drop(&mut self) {
         if !thread::panicking() {
-            // A watcher thread that has not set its name yet cannot be seen to end, but it ends
-            // soon.
+            // A watcher thread may end a moment later: a test that waits for watchers by name
+            // misses one that has not set its name yet.
             let give_up = Instant::now() + Duration::from_secs(1);
             while required::descriptors().1 != self.open && Instant::now() < give_up {
                 thread::sleep(Duration::from_millis(1));
@@ -97,7 +97,7 @@ pub(crate) fn refused(outcome: &Result<Joined>, kind: ErrorKind, part: &str) {
     assert!(error.kind == kind && error.message.contains(part), "{error}");
 }
 
-/// Both ranks of group "g".
+/// Joins both ranks of group "g".
 pub(crate) fn pair(store: &MemoryStore) -> Vec<Joined> {
     let outcomes = threads(0..2, |rank| join(store, &spec("g", rank, 2, LONG)));
     outcomes.into_iter().map(|outcome| outcome.unwrap()).collect()
@@ -152,7 +152,7 @@ pub(crate) fn put(store: &MemoryStore, rank: u32, record: &Value) {
     store.compare_set(&format!("symm/g/0/{rank}"), b"", &bytes).unwrap();
 }
 
-/// A process that lives, and when it started.
+/// A living process, and its start time.
 pub(crate) fn sleeper() -> (Child, u64) {
     let child = Command::new("sleep").arg("60").spawn().unwrap();
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap();
@@ -199,7 +199,7 @@ pub(crate) fn send(socket: &OwnedFd, message: &[u8]) {
     rustix::net::send(socket, message, SendFlags::NOSIGNAL).unwrap();
 }
 
-/// The next message, empty at the end.
+/// The next message; empty if the other end has closed the connection.
 pub(crate) fn receive(socket: &OwnedFd) -> Vec<u8> {
     let mut answer = vec![0; 4096];
     let (_, length) = rustix::net::recv(socket, &mut answer[..], RecvFlags::empty()).unwrap();

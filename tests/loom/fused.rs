@@ -36,13 +36,13 @@ enum Op {
     Scatter,
 }
 
-/// The value that `rank` writes to the workspace in a call for rank `of`.
+/// The value that `rank` writes to the workspace for rank `of` in the call with index `call`.
 fn value(call: usize, rank: usize, of: usize) -> u64 {
     (100 * call + 10 * rank + of + 1) as u64
 }
 
-/// Runs the calls as `me`, each step when it is enqueued; only the turns and the signals within
-/// calls order the ranks.
+/// Runs the calls as rank `me`, and each step when it is enqueued. Only the turns and the signals
+/// within calls order the ranks.
 fn run(memory: &Memory, me: usize, ops: &[Op], turns: fn(usize) -> usize) {
     let peer = 1 - me;
     let word = |rank: usize, channel: PadChannel| &memory.words[rank][channel as usize];
@@ -97,7 +97,7 @@ fn calls(ops: &'static [Op], turns: fn(usize) -> usize) {
 fn two_pieces_suffice_without_a_barrier_at_a_call_s_end() {
     calls(&[Op::Gather, Op::Gather, Op::Gather], |piece| piece);
     calls(&[Op::Scatter, Op::Scatter, Op::Scatter], |piece| piece);
-    // Each kind between two calls of the other kind, whose pieces it must not touch.
+    // A call between two calls of the other kind must not touch their pieces.
     calls(&[Op::Gather, Op::Scatter, Op::Gather], |piece| piece);
     calls(&[Op::Scatter, Op::Gather, Op::Scatter], |piece| piece);
 }

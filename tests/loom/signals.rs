@@ -1,5 +1,5 @@
-//! Signal pads on CPU: the next barrier may use a barrier's words at once, and a reused pad is
-//! cleared before any rank may set its words.
+//! Signal pads on CPU: a barrier may reuse the words of the previous barrier at once, and a reused
+//! pad is cleared before any rank may set its words.
 
 use super::failure::Thirty2;
 use super::{Cell, Word, both, cells, words};
@@ -10,7 +10,7 @@ use symm::rank::Rank;
 use symm::sync::flag::Flag;
 use symm::window::signal_host::{Words, meet};
 
-/// Two ranks: a word in each one's pad, data, and the flag that publishes a pad.
+/// For each of two ranks: a word of its pad, its data, and the flag that publishes its pad.
 struct Pads {
     words: [Thirty2; 2],
     data: [Cell; 2],

@@ -13,7 +13,7 @@ const COUNT: usize = 2;
 
 struct Shared {
     pieces: WorkItems<SixtyFour>,
-    /// The owner's input for each job, and its results, item by item.
+    /// The owner's input for each job, and the result of each item of a job.
     given: [Cell; JOBS],
     made: [[Cell; COUNT]; JOBS],
 }

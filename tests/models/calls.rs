@@ -11,7 +11,7 @@ use stateright::{Model, Property};
 const RANKS: usize = 3;
 const CALLS: u8 = 2;
 
-/// The missing rank and why it never arrives, or the recorded failure.
+/// The rank that never arrives, and the call that it has not posted.
 #[derive(Clone, Copy, Debug, Hash, PartialEq, Eq)]
 struct Loss {
     rank: usize,
@@ -59,7 +59,7 @@ enum Action {
 #[derive(Clone, Copy)]
 struct Calls {
     deaths: u8,
-    /// True if `missing` is evaluated again after an absence, or a failure, was seen.
+    /// True if a rank checks again for missing posts after it has seen an exit or a failure.
     looks_again: bool,
     /// True if the watcher reports exits.
     watches: bool,
@@ -115,7 +115,7 @@ impl State {
 impl Calls {
     fn able(state: &State, me: usize) -> bool {
         match state.steps[me] {
-            // A check that finds nothing new is not a step: time passes.
+            // A check that finds nothing new changes no state, so it is not a step.
             Step::Waiting => !state.any_missing(me) || state.failure.is_some(),
             Step::Failed(_) | Step::Done | Step::Dead => false,
             Step::Idle | Step::Missing | Step::Failure(_) | Step::Suspects(_) | Step::Gone(_) => {

@@ -71,9 +71,9 @@ struct State {
     processes: Vec<Process>,
     keys: [Option<Entry>; RANKS],
     answers: Vec<Option<Answer>>,
-    /// Ranks that rank 0 has received.
+    /// Bit mask of the processes whose hello rank 0 has received.
     seated: u8,
-    /// Ranks that have reached the rendezvous, which stays visible after they exit.
+    /// Bit mask of the ranks that have reached the rendezvous; their bits stay set after they exit.
     met: u8,
     clock: u8,
     deaths: u8,
@@ -102,7 +102,7 @@ struct Join {
     missing: Option<usize>,
     /// True if a second process claims to be rank 1.
     twice: bool,
-    /// False seeds a fault, here and in the next field.
+    /// False injects a fault. The same applies to the next field.
     claims_are_checked: bool,
     leader_watches: bool,
 }
@@ -115,7 +115,7 @@ impl State {
         self.processes.iter().any(holds)
     }
 
-    /// True if at most one process of each number is in such a step.
+    /// Returns true if at most one process of each number is in a step that `such` accepts.
     fn one_of_each(&self, such: impl Fn(Step) -> bool) -> bool {
         (0..RANKS).all(|number| {
             let holds = |process: &&Process| process.number == number && such(process.step);
@@ -203,7 +203,7 @@ impl State {
     fn greet(&mut self, me: usize) {
         match self.processes[0].step {
             Step::Dead => self.fail(me, self.cause_of(0)),
-            // No process listens: its next record gives the reason.
+            // Rank 0 no longer listens; its next record gives the reason.
             Step::Failed(cause) => self.fail(me, cause),
             _ => self.processes[me].step = Step::Greeted,
         }

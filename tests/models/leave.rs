@@ -21,7 +21,7 @@ enum Cause {
     Absent(usize),
     /// The group was closed here before the call.
     Closed,
-    /// The rank that was writing it exited between the two stores.
+    /// The rank that was writing the record exited between its two stores.
     Unwritten,
 }
 
@@ -60,7 +60,7 @@ struct State {
 enum Action {
     Call(usize),
     Leave,
-    /// The time that the leaver grants its callers has expired.
+    /// The time for which the leaver waits for its rank's calls has expired.
     Expire,
     Abort,
     Kill(usize),
@@ -71,7 +71,7 @@ struct Leaving {
     deaths: u8,
     /// True if rank 2 makes no call: the others wait until one of them leaves or aborts.
     idle: bool,
-    /// False seeds a fault, here and in the next field.
+    /// False injects a fault. The same applies to the next field.
     first_wins: bool,
     drop_is_told: bool,
 }

@@ -1,7 +1,7 @@
 //! Models of the protocols between processes, checked over every order of steps with an exit at
-//! each. loom cannot do this, because it has no processes that exit. Each model names the code that
-//! it abstracts. Deadlines expire only when no other step is possible, so a wait that ends by a
-//! report differs from one that ends by its deadline.
+//! each step. loom cannot do this, because it has no processes that exit. Each model names the code
+//! that it abstracts. Deadlines expire only when no other step is possible, so a wait that ends by
+//! a report differs from one that ends by its deadline.
 #![allow(missing_docs)]
 #![allow(
     clippy::wildcard_enum_match_arm,

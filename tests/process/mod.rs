@@ -26,7 +26,7 @@ pub(crate) fn alone() -> bool {
     if std::env::var(ALONE).is_ok_and(|running| running == test) {
         return true;
     }
-    // Passes stderr through, for lines that bypass the harness, which it does not capture.
+    // Passes stderr through, because a test may write lines to it that bypass the harness.
     let output = program(test)
         .env(ALONE, test)
         .stderr(Stdio::inherit())

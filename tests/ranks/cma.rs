@@ -1,6 +1,6 @@
 //! Exchanges that read peers' private memory, with ranks as threads that may have lost time slices:
-//! the bytes equal staged ones, also if a rank cannot read. Each test has a separate process,
-//! because lost slices shorten every wait of a process.
+//! the results equal those of staged exchanges, even if a rank cannot read its peers' memory. Each
+//! test has a separate process, because lost slices shorten every wait of a process.
 
 use crate::process::alone;
 use crate::threads::{input, map, memory, span};
@@ -103,8 +103,8 @@ const EXCHANGES: [Collective; 5] = [
     Collective::AllToAll,
 ];
 
-/// Runs `ops` with messages of `bytes` bytes: those among `read` read peers' memory, and the others
-/// are staged. Slices are lost before each call if `loses` is true.
+/// Runs `ops` with messages of `bytes` bytes. Operations in `read` must read peers' memory; all
+/// others must be staged. Slices are lost before each call if `loses` is true.
 fn check(
     pids: &[u32],
     reads: &[bool],

@@ -76,7 +76,7 @@ struct Member<'a> {
 }
 
 impl Member<'_> {
-    /// Runs a call on the tensors allocated last, before they are overwritten.
+    /// Runs a call on the tensors allocated last; later allocations reuse their memory.
     fn run(
         &mut self,
         op: Collective,
@@ -231,9 +231,9 @@ enum Symmetric {
     /// No rank: tensors are in aligned private memory.
     None,
     All,
-    /// All but the last one.
+    /// All ranks but the last one.
     Most,
-    /// All inputs, no outputs.
+    /// All ranks, but only for inputs.
     Given,
 }
 
@@ -265,7 +265,8 @@ fn with_members(n: u32, symmetric: Symmetric, body: impl Fn(&mut Member<'_>) + S
     });
 }
 
-/// Numbers of elements: none, odd counts next to a flag, staged in one chunk, in many.
+/// Numbers of elements: none, odd counts that fit next to a flag, one staged chunk, and many
+/// chunks.
 const COUNTS: [usize; 6] = [0, 1, 17, 1001, 9_999, 150_001];
 
 #[test]

@@ -14,7 +14,7 @@ use symm::mem::layout::{INLINE_BYTES, LINE_PAIR, POST_HEAD, RING_HEAD, SegmentLa
 use symm::mem::shm::ShmSegment;
 use symm::rank::Rank;
 
-/// Several calls of two ranks, with data in `mine`, between guards.
+/// Runs several calls of two ranks on tensors in `room`.
 fn calls(group: &Group, me: usize, room: &mut [i32]) -> Result<()> {
     let words = room.len();
     let part = |index: usize, count: usize| Span {
@@ -42,8 +42,8 @@ fn calls(group: &Group, me: usize, room: &mut [i32]) -> Result<()> {
     Ok(())
 }
 
-/// Rank 1's part of the first collective, matching rank 0's call, but with a message to itself of
-/// `longest` bytes and all stages done.
+/// Writes rank 1's part of the first collective. It matches rank 0's call, but rank 1 sends
+/// `longest` bytes to itself and claims to have finished all stages.
 fn forge_an_all_to_all(forger: &ShmSegment, bytes: u64, longest: u64) {
     let layout = SegmentLayout::new(2);
     let word = |offset: usize| {
@@ -53,7 +53,8 @@ fn forge_an_all_to_all(forger: &ShmSegment, bytes: u64, longest: u64) {
     let [real, forged] = [Rank(0), Rank(1)].map(|rank| layout.post(rank, 1));
     until("the post of rank 0", || (word(real).load(Ordering::Acquire) == 1).then_some(()));
     let table = |place: usize| word(forged + POST_HEAD + INLINE_BYTES + 8 * place);
-    // After 8 words: the lengths that it sends to each rank, then the lengths that it expects.
+    // From word 8 on, the table holds the lengths that rank 1 sends to each rank, and then the
+    // lengths that it expects.
     for (place, length) in [bytes, longest, bytes, longest].into_iter().enumerate() {
         table(8 + place).store(length, Ordering::Relaxed);
     }

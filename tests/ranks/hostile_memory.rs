@@ -144,14 +144,14 @@ fn memory_of_a_send_that_has_failed_is_not_read_again() {
         })
         .collect();
     sender.abort();
-    // The progress thread may notice it first and report the outcomes.
+    // The progress thread may notice the abort first and report the outcomes.
     let failed = sent
         .iter()
         .filter(|(_, outcome)| until("an outcome of every send", outcome).is_err())
         .count();
     assert!(failed > 5, "{failed} were waiting");
     drop(sent);
-    // Frees space, which must stay unused.
+    // The receiver frees space in the ring, which the failed sends must not use.
     for _ in 0..5 {
         receiver.progress();
         sender.progress();
@@ -194,7 +194,7 @@ fn a_frame_that_makes_no_sense_is_an_error_that_names_its_sender() {
     for (what, words) in cases {
         assert_eq!(refused(16, &[(words, 32)]), [0; 16], "{what}");
     }
-    // More short messages than a sender may have on their way.
+    // More short messages than a sender may have in flight.
     let short: Vec<_> = (1..=1025).map(|number| ([1, number, 0, 0], 32)).collect();
     assert_eq!(outcome_of(16, &short[..1024], false).0, None);
     refused(16, &short);
@@ -226,7 +226,7 @@ fn messages_that_nobody_asks_for_are_left_to_their_sender_until_somebody_does() 
     let taken = flood(&mut ring, 2 * CAP / 32);
     assert!((100_000..CAP / 32).contains(&taken), "{taken} offers");
     assert_eq!(flood(&mut ring, 1), 0, "it is not heard");
-    // A receive with another tag has to search past all of them.
+    // A receive with another tag has to search past all pending RTS frames.
     let mut room = [0u8; 16];
     let (done, outcome) = received();
     victim.recv(message(1, 6, span(&mut room)), done).unwrap();
@@ -244,7 +244,8 @@ fn messages_that_nobody_asks_for_are_left_to_their_sender_until_somebody_does() 
 type Frame = ([u64; 4], u64);
 
 /// Returns the outcome of a receive of `bytes` bytes while rank 1 writes `frames`, and the received
-/// bytes. Waits for an `expected` outcome; otherwise returns `None` if there is no outcome at once.
+/// bytes. If `expected` is true, waits for the outcome; otherwise returns `None` unless the outcome
+/// is known at once.
 fn outcome_of(bytes: usize, frames: &[Frame], expected: bool) -> (Option<Result<()>>, Vec<u8>) {
     let (file, forger) = group_memory();
     let [victim, _silent] = pair(&file, PATIENCE, false);
@@ -256,7 +257,7 @@ fn outcome_of(bytes: usize, frames: &[Frame], expected: bool) -> (Option<Result<
         ring.say(words, taken);
         victim.progress();
     }
-    // The progress thread may have noticed it, and reports a moment later.
+    // The progress thread may be reading the last frame, and may report the outcome a moment later.
     let found = if expected { Some(until("an outcome", outcome)) } else { outcome() };
     victim.abort();
     (found, room)
@@ -266,7 +267,8 @@ fn accepted(bytes: usize, frames: &[Frame]) {
     assert_eq!(outcome_of(bytes, frames, true).0, Some(Ok(())));
 }
 
-/// Asserts that no sender writes such frames; returns the received bytes.
+/// Asserts that the receive fails, because no correct sender writes such frames; returns the
+/// received bytes.
 fn refused(bytes: usize, frames: &[Frame]) -> Vec<u8> {
     let (outcome, room) = outcome_of(bytes, frames, true);
     let error = outcome.expect("an outcome").expect_err("malformed");
@@ -301,7 +303,7 @@ fn pieces_complete_a_message_in_order_and_once_each() {
 fn a_message_whose_rest_does_not_come_is_no_message() {
     const BYTES: u64 = 40 << 10;
     let begun = ([1 | 3 << 32, 77, BYTES, 0], 32 + (16 << 10));
-    // Words of the payload replace a header: more of the same message.
+    // The next part of the same message has no header: it starts with payload.
     let more = |bytes: u64| ([u64::MAX; 4], bytes);
     accepted(BYTES as usize, &[begun, more(8 << 10), more(16 << 10)]);
     let (outcome, _) = outcome_of(BYTES as usize, &[begun, more(8 << 10)], false);
@@ -333,8 +335,8 @@ fn a_wait_that_panics_leaves_what_is_open_to_the_progress_thread() {
             ring.say([1 | 3 << 32, 1, 16, 0], 64);
             waiting.join().unwrap().is_err()
         });
-        // The progress thread may have been about to check when the wait started, and then it
-        // completes the message: repeat.
+        // If the progress thread was about to check when the wait started, it completes the
+        // message, and the test repeats the attempt.
         panicked.then(|| {
             ring.say([1 | 4 << 32, 2, 16, 0], 64);
             until("the second message", &outcome).unwrap();

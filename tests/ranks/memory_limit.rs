@@ -70,7 +70,7 @@ impl Cgroup {
         let made = Self(path);
         std::fs::write(made.0.join(limits[0]), LIMIT.to_string())?;
         let swap = if limits[1].starts_with("memory.memsw") { LIMIT } else { 0 };
-        // Absent if the kernel does not count swap.
+        // The file does not exist if Linux does not count swap.
         let _ = std::fs::write(made.0.join(limits[1]), swap.to_string());
         Ok(made)
     }

@@ -12,12 +12,12 @@ use symm::group::Group;
 const MARGIN: usize = 16;
 const CANARY: i32 = -77;
 
-/// Numbers of elements that each rank has for each rank.
+/// Number of elements in the message from each rank to each rank.
 type Counts = Vec<Vec<usize>>;
 
 fn counts() -> impl Strategy<Value = Counts> {
-    // Counts that fit next to the flag, around the limit of 2040 for that, in one chunk, and in
-    // more than the smallest chunk of five ranks.
+    // Counts that fit next to the flag, counts around the limit of 2040 for this, counts that fit
+    // into one chunk, and counts that exceed the smallest chunk of five ranks.
     let count = prop_oneof![
         3 => Just(0usize), 4 => 1usize..40, 2 => 400usize..2100, 1 => 2030usize..2050,
         1 => 9000usize..20_000
@@ -76,8 +76,8 @@ fn run(
     threads::run(group, call(op, DType::I32, inputs, outputs.spans()), None)
 }
 
-/// Asserts that a call fails with an error of different lengths that has these parts, and writes
-/// nothing.
+/// Asserts that a call fails because lengths differ, that the error contains `parts`, and that the
+/// call writes nothing.
 fn mismatch(
     group: &Group,
     op: Collective,

@@ -152,7 +152,7 @@ fn memory_lasts_as_long_as_its_windows() {
         assert!(!one.is_current() && !two.is_current(), "a rendezvous there would be another");
         drop(one);
         barrier(group, None).unwrap();
-        // Both ranks have freed it, and both still have it mapped.
+        // Both ranks have freed the memory, and both still have it mapped.
         for (rank, &buffer) in (0..).zip(two.buffers()) {
             assert_eq!(words(buffer, 2048)[2047].load(Ordering::Relaxed), 7 + rank);
         }
@@ -220,7 +220,7 @@ impl Tensor {
         Span { addr: self.address as usize + 12, bytes: 4 * self.count }
     }
 
-    /// Frees the memory once all have finished with it.
+    /// Frees the memory once all ranks have finished with it.
     fn free(self, group: &Group) {
         barrier(group, None).unwrap();
         allocations::free(self.address).unwrap();
@@ -373,7 +373,7 @@ fn a_window_ends_with_its_group() {
         window.barrier(0, None, 0).unwrap();
         barrier(group, None).unwrap();
         group.shutdown();
-        // Both ranks call it, and could otherwise rendezvous successfully.
+        // Both ranks call the barrier, so it would succeed if the group were still open.
         let error = window.barrier(0, None, 0).unwrap_err();
         assert!(
             error.kind == ErrorKind::Aborted && error.message.contains("destroyed"),

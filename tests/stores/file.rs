@@ -82,7 +82,7 @@ fn write_private(path: &Path, bytes: &[u8]) {
     options.open(path).unwrap().write_all(bytes).unwrap();
 }
 
-/// The file of a store, for changes past the store.
+/// The file of a store, opened for changes that bypass the store.
 fn raw(path: &Path) -> File {
     OpenOptions::new().read(true).write(true).open(path).unwrap()
 }
@@ -121,7 +121,7 @@ fn a_flipped_byte_anywhere_is_an_error_or_changes_nothing() {
             }
         }
     }
-    // Either commit slot, 24 bytes each.
+    // The store survives only damage to one of its two commit slots, which have 24 bytes each.
     assert_eq!(survived, 2 * 24 * 3);
 }
 
@@ -240,7 +240,7 @@ fn the_last_of_all_users_removes_the_file() {
     assert!(path.exists());
     drop(clone);
     assert!(!path.exists());
-    // What an early leaver has set stays for those that come late.
+    // A value that a user sets before it leaves stays for later users.
     FileStore::open(&path, 2).unwrap().set("k", b"v").unwrap();
     let late = FileStore::open(&path, 2).unwrap();
     assert_eq!(late.get("k", None).unwrap(), b"v"[..]);
@@ -379,7 +379,7 @@ fn users_who_come_and_go_at_once_never_meet_a_removed_file() {
                     let store = FileStore::open(path, 1).unwrap();
                     let key = format!("{thread}/{round}");
                     store.set(&key, b"").unwrap();
-                    // A process that opens it now uses the same file.
+                    // A process that opens the store now uses the same file.
                     assert!(FileStore::open(path, 1).unwrap().check(&[&key]).unwrap());
                 }
             });

@@ -139,7 +139,7 @@ fn what_a_killed_run_has_left_is_started_afresh() {
     start(&path, 0, Task::Die).wait().unwrap();
     assert!(path.exists());
     assert_eq!(FileStore::open(&path, 2).unwrap().num_keys().unwrap(), 0);
-    // A forked child does not keep the place of its killed parent.
+    // A killed user no longer counts as a user, even if its forked child lives.
     start(&path, 0, Task::DieAsParent).wait().unwrap();
     let store = FileStore::open(&path, 2).unwrap();
     assert_eq!(store.num_keys().unwrap(), 0);
@@ -167,8 +167,8 @@ fn a_write_that_finds_no_room_changes_nothing() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
 }
 
-/// A limit on the size of files simulates a full disk: the write beyond it is done in part, then
-/// fails.
+/// A limit on the size of files simulates a full disk: a write that exceeds the limit is done in
+/// part, and the rest fails.
 fn full(store: &FileStore, path: &Path) {
     // SAFETY: ignoring a signal needs no handler.
     assert_ne!(unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) }, libc::SIG_ERR);

@@ -12,7 +12,7 @@ use symm::store::table::TableReply;
 
 const KEYS: [&str; 4] = ["", "a", "b", "schlüssel/1"];
 
-/// The client of a step, and its operation.
+/// The client of a step, its operation, and random values for its arguments.
 type Step = (usize, StoreOp, Vec<u8>, Vec<u8>, i64);
 
 /// Any step.
@@ -27,8 +27,8 @@ fn step() -> impl Strategy<Value = Step> {
     )
 }
 
-/// Runs the request of a step: there are few keys and values, so programs meet the same ones again
-/// and again.
+/// Runs the request of a step. There are few keys and values, so the steps of a program often use
+/// the same ones.
 fn perform(
     store: &dyn Store,
     (_, op, names, bytes, amount): &Step,
@@ -59,8 +59,9 @@ fn perform(
     reply
 }
 
-/// Runs random programs on three users of a store, which must answer as one store in memory, and so
-/// must a late user. `make` returns a function that opens a user of a new store.
+/// Runs random programs on three users of a store, which must answer like one store in memory. A
+/// user that opens the store later must do so, too. `make` returns a function that opens a user of
+/// a new store.
 pub(crate) fn answer_as_one_store<S: Store, U: Fn() -> S>(cases: u32, make: impl Fn() -> U) {
     let programs = prop::collection::vec(step(), 0..60);
     let test = |program: Vec<Step>| {

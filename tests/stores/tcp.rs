@@ -46,8 +46,8 @@ fn at_loopback_without_a_secret_a_unix_socket_can_take_the_ports_place() {
     assert_eq!(other.get("key", Some(LONG)).unwrap(), "value");
     let error = refused(TcpOptions { is_master: true, ..own("::1", port) });
     assert!(error.message.contains("in use: this process"), "{error}");
-    // With a secret, the server listens at the port itself. Two servers that choose an address get
-    // different ones.
+    // With a secret, the server listens at the port itself. Two servers that choose their own
+    // addresses get different addresses.
     let secret = Some(b"secret".to_vec());
     let public = open(TcpOptions { is_master: true, secret, ..own("127.0.0.1", port) });
     assert_eq!((public.host(), public.port()), ("127.0.0.1", port));
@@ -160,8 +160,8 @@ fn a_master_waits_for_its_workers_or_says_how_many_came() {
         wait_for_workers: true,
         ..options("127.0.0.1", port)
     };
-    // All stay until all have arrived: a worker may learn of the last one later than the master,
-    // whose exit ends the server.
+    // All stores stay open until all clients have arrived: a worker may learn of the last arrival
+    // later than the master, whose exit ends the server.
     let stores = thread::scope(|scope| {
         let workers =
             [false, true, false].map(|is_master| scope.spawn(move || open(all(is_master))));
@@ -255,7 +255,8 @@ fn a_forked_child_speaks_on_connections_of_its_own() {
     }
     let store = master("127.0.0.1", None);
     store.set("key", b"parent").unwrap();
-    // The child uses only the store, which takes no lock there and makes its own connection.
+    // The child uses only the store, which takes no lock in a forked child and makes a new
+    // connection.
     let child = fork(|| match store.get("key", Some(LONG)) {
         Ok(value) if value == "parent" => i32::from(store.set("child", b"was here").is_err()),
         _ => 2,

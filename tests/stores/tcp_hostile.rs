@@ -21,8 +21,8 @@ use symm::store::tcp::proof::{ADMISSION, ClientHello, HELLO, OPENING};
 use symm::store::tcp::server::Server;
 use symm::store::tcp::{TcpOptions, TcpStore};
 
-/// In a process of its own, a server, its port and an honest client; otherwise `None`, once that
-/// process has succeeded.
+/// Returns a server, its port and an honest client in a process that runs only the calling test. In
+/// any other process it returns `None`, once that process has succeeded.
 fn start(limits: ConnectionLimits) -> Option<(Server, u16, TcpStore)> {
     alone().then(|| {
         let (server, port) = server(limits, None);
@@ -145,7 +145,8 @@ fn p18_bytes_in_flight_and_at_rest_are_bounded() {
     let refused =
         (0..60).filter(|index| store.set(&format!("key {index}"), &value).is_err()).count();
     assert_eq!(refused, 54);
-    // Clients that request large values and never read them, eight times the maximum in flight.
+    // Clients that request large values and never read them: together eight times the maximum
+    // number of bytes in flight.
     let get = |index| frame(StoreOp::Get, &[&format!("key {}", index % 6)], &[]);
     let deaf: Vec<TcpStream> = (0..96).map(|index| sent(port, &get(index))).collect();
     thread::sleep(SHORT);
@@ -168,7 +169,7 @@ fn p18_requests_that_wait_leave_their_room_to_what_moves() {
     let value = vec![1; 20 * MB];
     let set = Request::new(StoreOp::Set, vec!["key"], vec![&value]);
     store.call(&set, Some(LONG / 3)).unwrap();
-    // The same amount again may not wait: it is rejected, and blocks no other client.
+    // A second request of this size may not wait: it is rejected, and blocks no other client.
     let error = store.wait(&keys, Some(LONG / 3)).unwrap_err();
     assert!(error.kind == ErrorKind::Config && error.message.contains("cannot wait"), "{error}");
     assert_eq!(store.get("key", Some(LONG / 3)).unwrap().len(), value.len());
@@ -334,8 +335,8 @@ fn p18_clients_that_ask_for_what_is_not_there_and_go_are_let_go_at_once() {
     let Some((_server, port, store)) = start(ConnectionLimits::default()) else { return };
     let before = descriptors();
     for _ in 0..50 {
-        // Request and end of the connection usually arrive together, so the end causes no separate
-        // event.
+        // The request and the end of the connection usually arrive together, so the end causes no
+        // event of its own.
         drop(sent(port, &frame(StoreOp::Get, &["never"], &[])));
     }
     let started = Instant::now();

@@ -12,8 +12,8 @@ use symm::store::Store;
 use symm::store::request::{Request, StoreOp};
 use symm::store::tcp::TcpOptions;
 
-/// Runs as a server if the test program was started as one; otherwise does nothing. It exits when
-/// no file descriptor is free for a file.
+/// Runs as a server if the test program was started as one; otherwise does nothing. The server
+/// exits once its process cannot open a file, because it has reached its limit of descriptors.
 #[test]
 #[ignore = "the other tests start it"]
 fn server_process() {

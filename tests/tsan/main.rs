@@ -26,7 +26,7 @@ use symm::window::signal_host::SignalPads;
 
 const RANKS: u32 = 3;
 const LONG: Duration = Duration::from_secs(120);
-/// Numbers of elements: next to the flag, one chunk, many.
+/// Numbers of elements that fit next to the flag, into one chunk, and into many chunks.
 const COUNTS: [usize; 3] = [16, 5000, 400_000];
 
 fn members() -> Vec<Identity> {

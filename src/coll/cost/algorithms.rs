@@ -162,7 +162,7 @@ mod tests {
     fn estimates_follow_bytes_and_trips() {
         let link = LinkCost { gb_per_s: 370.0, us: 0.6 };
         for (op, bytes, us) in [
-            // Nothing is two stages of nothing.
+            // An all-reduce without data still has the latency of two stages.
             (Collective::AllReduce, 0.0, 2.0 + 2.0 * 0.6),
             (Collective::AllReduce, 1024.0, 2.0 + 0.6 + 3.0 * 1024.0 / 370e3),
             (Collective::AllReduce, 64e6, 2.0 + 1.2 + 1.5 * 64e6 / 370e3),

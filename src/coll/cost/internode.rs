@@ -153,8 +153,8 @@ mod tests {
         assert_eq!(span.us(Collective::AllGather, 1e6, wire), 206.6 + 2000.0);
         let whole = InternodeDim { local_size: 4, load: 1.0, ..span };
         assert_eq!(whole.us(Collective::AllToAll, 1e6, wire), 206.6 + 2000.0);
-        // One exchange of slots carries the sum of a node's ranks, or the data of each of its four
-        // ranks.
+        // One exchange of slots suffices if a slot holds the node's data: of a reduction the sum of
+        // its ranks, of a gather the data of each of its four ranks.
         assert_eq!(whole.us(Collective::ReduceScatter, 2000.0, wire), 106.6 + 1.0);
         assert_eq!(whole.us(Collective::AllGather, 1000.0, wire), 106.6 + 0.5);
         assert_eq!(whole.us(Collective::AllGather, 2000.0, wire), 206.6 + 1.0);

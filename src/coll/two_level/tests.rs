@@ -34,7 +34,7 @@ pub(crate) fn data(seed: usize, bytes: usize) -> Vec<u8> {
     (0..bytes).map(|_| next()).collect()
 }
 
-/// All layouts, each on CPU and on CUDA tensors.
+/// Returns every layout with the choices for CPU tensors and with the choices for CUDA tensors.
 fn cases<'a>(layouts: &[&'a [u8]]) -> Vec<(Choice, &'a [u8])> {
     [Choice::CPU, Choice::CUDA]
         .into_iter()
@@ -113,7 +113,7 @@ fn reduce_scatter(
     Example { op: Collective::ReduceScatter, wanted, ..parts }
 }
 
-/// Every reduction of `bytes` bytes of each of `n` ranks.
+/// Every reduction, with inputs of about `bytes` bytes on each of `n` ranks.
 pub(crate) fn reductions(
     n: usize,
     bytes: usize,
@@ -198,7 +198,7 @@ fn reductions_have_the_bits_of_two_levels_at_every_length() {
     for (choice, nodes) in cases(&LAYOUTS) {
         let layout = layout(nodes);
         for op in [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::PremulSum, ReduceOp::Max] {
-            // Empty, one rail, all rails, a chunk for each node.
+            // Lengths: empty, over one rail, over all rails, and with a chunk for each node.
             for bytes in [0, 2, 34, 65_536, 65_538, 1_700_002] {
                 if bytes > 1_000_000 && op != ReduceOp::Sum {
                     continue;
@@ -243,7 +243,7 @@ fn sums_of_narrow_floats_are_rounded_once_where_ranks_have_chosen_so() {
         for (dtype, op) in kinds {
             let once = if op == ReduceOp::Max { two_level } else { rounded_once };
             let definition = |inputs: &[Vec<u8>]| once(op, dtype, &layout, inputs);
-            // Empty, one rail, all rails, a chunk for each node.
+            // Lengths: empty, over one rail, over all rails, and with a chunk for each node.
             let longest =
                 if op == ReduceOp::Sum && layout.num_nodes() > 2 { 700_002 } else { 66_002 };
             for bytes in [0, 2, 18, longest] {
@@ -258,7 +258,7 @@ fn sums_of_narrow_floats_are_rounded_once_where_ranks_have_chosen_so() {
 
 #[test]
 fn long_reduce_scatters_go_in_chunks() {
-    // Several chunks of each rail's slice, in one type and as float32.
+    // Each rail's slice has several chunks. Partial results have the tensor's type or are float32.
     for (nodes, partials, (op, dtype)) in [
         (&[0, 1][..], ReduceDtype::Tensor, (ReduceOp::BitXor, DType::I16)),
         (&[0, 0, 1, 1], ReduceDtype::Fp32, (ReduceOp::Sum, DType::BF16)),
@@ -358,7 +358,7 @@ fn movements_bring_everything_where_it_belongs() {
 fn all_to_alls_of_every_length_go_by_carriers() {
     for nodes in LAYOUTS {
         let (layout, n) = (layout(nodes), nodes.len());
-        // Over one rail, over all, in several steps; also in place.
+        // Lengths: over one rail, over all rails, and in several steps; also in place.
         for bytes in [0, 1, 40, 2000, 16_384, 16_385, 64_000, 300_001] {
             let about = format!("{bytes} bytes each on {nodes:?}");
             let example = all_to_all(n, |_, _| bytes);

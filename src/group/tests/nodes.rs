@@ -117,7 +117,8 @@ fn a_rail_that_stops_within_a_call_is_a_timeout_everywhere() {
             let second = run(Call::barrier(None));
             all_have_failed.wait();
             let error = first.expect_err("it stops");
-            // A rail timed out, or a rank of the node that waited for it, perhaps a moment later.
+            // Either a rail timed out or, perhaps a moment later, a rank that waited within its
+            // node for the rail.
             error.assert_says(ErrorKind::Timeout, &["reached its timeout after"]);
             assert!(took < Duration::from_secs(10), "rank {rank} of {n}");
             assert_eq!(second.expect_err("it has failed"), error);

@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 const LAYOUTS: [&[u8]; 5] =
     [&[0, 0, 1, 1], &[0, 1, 2], &[0, 0, 0, 1], &[0, 1, 1, 1], &[0, 0, 1, 2, 2]];
 
-/// Short intervals. Tests in which nodes only wait for each other's turns use the defaults.
+/// Short intervals. Tests in which no interval may expire use the defaults.
 const QUICK: OobTimeouts = OobTimeouts {
     heartbeat_interval: Duration::from_millis(100),
     max_missed_heartbeats: 5,
@@ -54,7 +54,7 @@ impl LocalNode for Shared {
         self.failure.lock().expect("no panic").get_or_insert(error);
     }
 
-    /// All node leaders of a node share this state: the first that asks reports the departures.
+    /// All node leaders of a node share this state, so the first leader that asks gets the calls.
     fn launched(&self) -> Vec<CallHeader> {
         std::mem::take(&mut *self.launched.lock().expect("no panic"))
     }
@@ -234,7 +234,7 @@ fn who_leaves_is_known_to_all_and_fails_nobody() {
     for nodes in LAYOUTS {
         let job = Job::new(nodes, QUICK);
         let mut news = job.meet(job.ranks());
-        // The last rank, which need not be a node leader, and then the hub.
+        // The last rank, which need not be a node leader, leaves first, and then the hub leaves.
         let last = Rank(nodes.len() as u32 - 1);
         let local = job.layout.local_rank(last);
         job.node(last).departures.lock().expect("no panic").insert(local, "left the group".into());

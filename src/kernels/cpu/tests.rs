@@ -33,8 +33,8 @@ fn pairs() -> impl Iterator<Item = (ReduceOp, DType)> {
     all.filter(|&(op, dtype)| supports(op, dtype).is_ok())
 }
 
-/// The values that break sums: huge next to small, both zeros, the least and the largest,
-/// infinities, many NaNs.
+/// The values that break sums: huge next to small numbers, both zeros, the smallest and the largest
+/// numbers, infinities, many NaNs.
 fn adversary(dtype: DType, random: &mut Random) -> Vec<u8> {
     let pick = |list: &[u64], random: &mut Random| list[random.next() as usize % list.len()];
     let double =

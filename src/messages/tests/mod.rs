@@ -138,7 +138,7 @@ fn a_receive_has_its_time_from_when_it_was_begun_whatever_the_progress_thread_do
 
 #[test]
 fn a_read_succeeds_only_if_its_offer_stands_after_the_last_byte() {
-    // Events between the last byte and the end of the read, by (receiver, sender).
+    // Events between the last byte and the end of the read. Arguments: receiver, sender.
     type Event = fn(&Messages, &Messages);
     let nothing: Event = |_, _| ();
     let fails: Event = |receiver, sender| {

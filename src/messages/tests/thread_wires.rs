@@ -73,7 +73,7 @@ struct ThreadTransports {
     me: Rank,
 }
 
-/// Memory of the host.
+/// A buffer in host memory.
 pub(super) fn memory(bytes: usize) -> Buffer {
     let mut memory = vec![0xeeu8; bytes];
     Buffer { address: memory.as_mut_ptr().addr(), owner: Arc::new(memory), bytes }
@@ -91,7 +91,7 @@ struct Receive {
     _keep: Buffer,
 }
 
-/// Transports whose connections are all alike.
+/// Transports whose connections are all clones of one transport.
 pub(super) struct Alike<T>(pub(super) T);
 
 impl<T: Transport + Clone + 'static> Transports for Alike<T> {

@@ -103,7 +103,8 @@ fn eager(bytes: usize) -> Frame {
 
 #[test]
 fn a_peer_that_has_read_or_matched_what_it_cannot_have_is_not_believed() {
-    // Two frames of 10 bytes each have been sent. The peer has read one, which found its receive.
+    // Two frames of 10 bytes each have been sent. The peer has read one, and has matched this one
+    // with a receive.
     let one = 10 + 64;
     for (read, matched, believed) in [
         (1, one, true),

@@ -40,7 +40,7 @@ fn a_flood_that_nobody_receives_yet_is_held_back_and_comes_later() {
             let sent: Vec<_> = all.iter_mut().map(|data| member.isend(1, 0, data)).collect();
             let mut word = [0];
             member.send(1, 1, &mut word);
-            // Messages that arrived before the connection complete all at once, on its thread.
+            // Sends that precede the connection complete all at once, on the connection's thread.
             let unfinished = || member.messages.lock().open.len();
             while unfinished() == COUNT {
                 std::thread::sleep(Duration::from_millis(1));

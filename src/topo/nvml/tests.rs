@@ -36,9 +36,9 @@ fn gpus_come_by_address_with_their_links_and_peers_without_the_lost_one() {
     let versions: Vec<_> = readings.gpus.iter().map(|gpu| gpu.nvlink).collect();
     let four = Some(NvlinkVersion(4, 0));
     assert_eq!(versions, [four, four, None, four]);
-    // The type of the far end decides, not its address. a and b: two direct links and one through
-    // switches, to which a has one link and b two. The switches of b hide their address; the switch
-    // of a reports b's address. A link to a hidden GPU does not count.
+    // The type of the far end decides, not its address. GPUs a and b have two direct links and one
+    // link through switches, to which a has one link and b has two. The switches of b hide their
+    // address; the switch of a reports b's address. A link to a hidden GPU does not count.
     assert_eq!(links(&readings), [[0, 3, 0, 0], [3, 0, 0, 0], [0; 4], [0; 4]]);
     // A GPU in instances has neither links nor peers.
     assert_eq!(readings.gpus[3].mig, Mig::On(vec![Uuid::new("x"), Uuid::new("y")]));

@@ -66,7 +66,7 @@ fn the_algorithm_chooses_the_curve() {
     assert_eq!(us("staged", 8192.0), Some(7.0));
     // Beyond its last point the inline curve continues with its last segment.
     assert_eq!(us("inline", 7168.0), Some(6.0));
-    // Never measured, so the curve measured nearest to the size applies.
+    // `one_shot` was never measured, so the curve with measured sizes nearest to the size applies.
     assert_eq!(
         (us("one_shot", 2048.0), us("one_shot", 65536.0)),
         (Some(4.0 + 1.0 / 3.0), Some(14.0))

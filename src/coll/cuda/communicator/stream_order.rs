@@ -84,8 +84,8 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::BTreeSet;
 
-    /// Number of streams of the program, which have the first indices. Then follow the group's
-    /// streams for sends, for receives and for all other calls.
+    /// Number of the program's streams, which have the first indices. The group's streams for
+    /// sends, for receives and for all other calls have the next indices.
     const PROGRAM: usize = 3;
     const SENDS: usize = 3;
     const RECEIVES: usize = 4;
@@ -104,12 +104,13 @@ mod tests {
         Receive(usize),
     }
 
-    /// Model of a device: the calls that each stream, and each queue's event, is ordered after.
+    /// Model of a device: the calls after which each stream, and the event of each queue, is
+    /// ordered.
     #[derive(Default)]
     struct Device {
         streams: [BTreeSet<usize>; STREAMS],
         events: [BTreeSet<usize>; PLACES],
-        /// Each queue's last call and all calls before it.
+        /// For each queue, its last call and all calls that precede this call.
         exact: [BTreeSet<usize>; PLACES],
     }
 

@@ -207,8 +207,8 @@ struct RankState {
     partial: DType,
     /// Keeps the memory to which `bases` points.
     _memory: [Vec<u128>; 2],
-    /// Number of transfers that the rank has started; those whose `Wait` follows; the transfer of a
-    /// `Run` that is its next step.
+    /// Number of transfers that the rank has started. `open` holds the transfers whose `Wait`
+    /// follows; `running` is the transfer of the `Run` that is the rank's next step.
     started: usize,
     open: VecDeque<usize>,
     running: Option<usize>,

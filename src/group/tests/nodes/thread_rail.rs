@@ -27,11 +27,12 @@ struct Wire {
     /// Set with `rounds` locked, once a rank has dropped its end.
     broken: AtomicBool,
     changed: Condvar,
-    /// Number of transfers that end, after which all others stay pending; 0: all end.
+    /// Number of transfers that end; all later transfers stay pending. 0 means that all end.
     most: usize,
 }
 
-/// Bytes for each node, and the kind of the transfer with the lengths that all must have.
+/// The bytes that one node sends to each node. All nodes must have the same `kind`: the kind of the
+/// transfer and its length.
 #[derive(Clone)]
 struct Sent {
     parts: Vec<Vec<u8>>,

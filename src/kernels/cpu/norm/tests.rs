@@ -10,7 +10,7 @@ fn rounded_to(dtype: DType, value: f32) -> f32 {
     }
 }
 
-/// The definition, element by element.
+/// The normalised row and the sum by the definition, element by element.
 fn expected(
     norm: &Norm,
     sources: &[Vec<f32>],
