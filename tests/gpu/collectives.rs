@@ -146,13 +146,9 @@ impl<'a> Group<'a> {
     }
 
     fn run(&mut self, case: &Case, seed: u64) -> &'static str {
-        let of = |me: usize| {
-            let (inputs, outputs) = case.lengths(me, self.n);
-            Tensors::new(&inputs, &outputs, case.shift, seed * 64 + me as u64)
-        };
-        let tensors: Vec<Tensors> = (0..self.n).map(of).collect();
-        let call =
-            |me: usize| tensors[me].call(case.op, case.dtype, case.reduce_op, case.root as u32);
+        let tensors: Vec<Tensors> =
+            (0..self.n).map(|me| case.tensors(me, self.n, seed as usize)).collect();
+        let call = |me: usize| case.call(&tensors[me]);
         let mut peer = [0; MAX_RANKS];
         peer.iter_mut()
             .zip(&self.ranks)

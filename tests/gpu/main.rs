@@ -2,6 +2,7 @@
 //! in `make test-kernels`; tests that run a kernel need a GPU.
 #![allow(missing_docs, clippy::unwrap_used, clippy::print_stderr)]
 
+#[allow(dead_code, reason = "the emulated tests use the rest")]
 #[path = "../emulated/calls.rs"]
 mod calls;
 #[path = "../process/mod.rs"]
