@@ -1,4 +1,4 @@
-// All differences between the torch versions that this directory compiles against (2.10 to 2.15).
+// All differences between the torch versions that this directory compiles against (2.11 to 2.15).
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -16,25 +16,10 @@ using PremulSumSupplement = ::c10d::PreMulSumSupplement;
 using PremulSumSupplement = ::c10d::NCCLPreMulSumSupplement;
 #endif
 
-// Copies the names in torch's options to the options of a new group. 2.11 added the description.
-inline void copy_names(const ::c10d::Backend::Options& from, ::c10d::Backend::Options& to) {
-  to.group_name = from.group_name;
-#if TORCH_VERSION_MINOR >= 11
-  to.group_desc = from.group_desc;
-#endif
-}
-
-// Returns the `CUstream`. 2.11 added a query that does not link against CUDA.
+// Returns the `CUstream`, without linking against CUDA.
 inline size_t native_stream(
     const c10::impl::DeviceGuardImplInterface& device, const c10::Stream& stream) {
-#if TORCH_VERSION_MINOR >= 11
   return reinterpret_cast<size_t>(device.getStreamNativeHandle(stream));
-#else
-  static_cast<void>(device);
-  static_cast<void>(stream);
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      false, "CUDA tensors are served with torch 2.11 or newer; use \"cpu:symm,cuda:nccl\"");
-#endif
 }
 
 // Options::clone() was added in 2.14; without an override, a copy would have the base type.

@@ -47,7 +47,8 @@ void check_members_stay(const ::c10d::Backend::Options& options) {
 c10::intrusive_ptr<ProcessGroupSymm::Options> child_options(const ::c10d::Backend::Options& given) {
   check_members_stay(given);
   auto options = c10::make_intrusive<ProcessGroupSymm::Options>(given.timeout);
-  copy_names(given, *options);
+  options->group_name = given.group_name;
+  options->group_desc = given.group_desc;
   if (const auto* own = dynamic_cast<const ProcessGroupSymm::Options*>(&given)) {
     options->inter_node_backend = own->inter_node_backend;
     options->reduce_dtype = own->reduce_dtype;
