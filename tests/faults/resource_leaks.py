@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
-# The kernel's own threads for io_uring, which libuv under torch's TCPStore uses: their number changes at any time.
+# Linux's own threads for io_uring, which libuv under torch's TCPStore uses: their number changes at any time.
 _IO_WORKER = "iou-"
 
 

@@ -68,7 +68,7 @@ add(
 
 
 def mount(place: Path, full: bool) -> None:
-    """Mounts 64 KiB for this process only, full or read-only; PermissionError if it may not."""
+    """Mounts 64 KiB for this process only, full or read-only; raises PermissionError if it may not mount."""
     libc = ctypes.CDLL(None, use_errno=True)
     steps = (
         libc.unshare(_CLONE_NEWNS),
