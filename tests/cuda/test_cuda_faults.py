@@ -247,7 +247,7 @@ def replayed(rank: int, world: int) -> tuple[str, float] | None:
         with pytest.raises(torch_symm.SymmTimeoutError) as raised:
             dist.all_reduce(tensor)
         found = str(raised.value), seconds
-        # Replayed again after the failure, it also ends, and it accesses no memory that was freed.
+        # A replay after the failure also ends, and accesses no memory that was freed.
         graph.replay()
         settle()
     meet("over", rank, world)

@@ -37,7 +37,7 @@ def rises(call: Callable[..., object], *args: object) -> list[int]:
 
 
 def warm(call: Callable[..., object], *args: object) -> None:
-    """Calls, equally often on every rank, until a call is zero-copy, because peers map a new segment a little later."""
+    """Repeats a call, equally often on every rank, until it is zero-copy: peers map a new segment a little later."""
     start = time.monotonic()
     while not any(rises(call, *args)):
         late = torch.tensor([time.monotonic() - start > ACCEPTED_S])

@@ -82,7 +82,7 @@ class Promise:
     pids: bool = True
     #: Expressions that every message matches.
     says: tuple[str, ...] = ()
-    #: Maximum seconds until the last rank notices, on an idle node, and the time before which no rank may give up.
+    #: Maximum seconds until the last rank notices, on an idle node, and minimum seconds before any rank gives up.
     within: float | None = None
     not_before: float = 0.0
     #: Maximum values of figures; a missing figure breaks the promise.

@@ -76,7 +76,7 @@ def serving(side: str, secret: str | None = None, descriptors: int | None = None
 
 
 class Honest:
-    """A client that sets and gets on a thread, and its longest wait."""
+    """A client that sets and gets on a thread; records how long each pair of requests takes."""
 
     def __init__(self, side: str, port: int) -> None:
         self._store = opened(side, port, False)

@@ -87,7 +87,7 @@ MIXED = ("contiguous", "channels_last", "strided", "offset")
 
 @dataclass
 class Placed:
-    """A tensor in memory of its own. ``before``: all of that memory, on the host; a check changes it."""
+    """A tensor in memory of its own. ``before``: a copy of that memory on the host, which a check changes."""
 
     base: torch.Tensor
     before: torch.Tensor

@@ -151,7 +151,7 @@ def kept(
     make: Callable[[], torch.Tensor] | None = None,
     release: Callable[[], object] = lambda: None,
 ) -> None:
-    """Views last when tensors and handles are gone on all ranks, and no later tensor gets their memory.
+    """Views stay valid once all ranks have dropped tensors and handles, and no later tensor gets their memory.
 
     ``make``: makes the tensor in place of ``opened``. ``release``: is called once the tensor has a window.
     """
