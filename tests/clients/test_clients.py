@@ -18,7 +18,7 @@ import pytest
 
 PROGRAMS = Path(__file__).parent / "programs"
 RANKS = 2
-#: Libraries whose programs take minutes, mostly to compile and start: only with CLIENTS=all.
+#: Marks libraries whose programs take minutes, mostly to compile and start.
 heavy = pytest.mark.skipif(os.environ.get("CLIENTS") != "all", reason="runs with CLIENTS=all")
 
 
@@ -31,7 +31,7 @@ def told(program: str, *arguments: str, replaces: str = "0", launched: bool = Tr
     command += [str(PROGRAMS / program), *arguments]
     result = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    # Ranks share the pipe, so a line may contain the output of two.
+    # Ranks share the pipe, so a line may contain the output of two ranks.
     lines = re.findall(r"told (\{.*?\})", result.stdout)
     found = sorted((json.loads(line) for line in lines), key=lambda line: int(line["rank"]))
     assert [line["rank"] for line in found] == list(range(RANKS)), result.stdout + result.stderr
@@ -50,7 +50,7 @@ def same_bits(gloo: list[dict[str, Any]], symm: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("library", "program", "arguments"),
     [
-        # Libraries that accept only names of a list: symm replaces Gloo.
+        # Libraries that accept only known names of backends: symm replaces Gloo.
         ("accelerate", "accelerate_trains.py", None),
         ("transformers", "trainer_trains.py", None),
         ("ignite", "ignite_trains.py", None),

@@ -6,7 +6,7 @@ a rank, all processes are replaced. Every wait has a limit: ranks that do not an
 threads and are killed.
 
 SYMM_TEST_DEVICE=cpu runs the tests that need no GPU on CPU tensors. With SYMM_ALLOW_SHARED_GPUS=1 there may be more
-ranks than GPUs (SYMM_TEST_WORLDS="5,8"); they share them in turn.
+ranks than GPUs, as in SYMM_TEST_WORLDS="5,8"; several ranks then use one GPU.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SHARED = os.environ.get("SYMM_ALLOW_SHARED_GPUS") == "1"
 #: Maximum number of ranks.
 PLACES = 3 if DEVICE != "cuda" else 16 if GPUS and SHARED else GPUS
 FULL = min(8, PLACES)
-#: All ranks, and smaller worlds whose sizes use other algorithms; or the sizes in SYMM_TEST_WORLDS.
+#: World sizes of most tests: all ranks, and smaller sizes that use other algorithms. SYMM_TEST_WORLDS replaces them.
 WORLDS = tuple(sorted({world for world in _wanted((2, 3, FULL)) if world <= max(2, PLACES)}))
 
 needs_ranks = pytest.mark.skipif(PLACES < 2, reason="needs two GPUs (SYMM_TEST_DEVICE=cpu runs it on CPU tensors)")
@@ -62,7 +62,7 @@ needs_unshared_gpus = pytest.mark.skipif(DEVICE != "cuda" or GPUS < 2, reason="n
 #: Seconds that the other ranks have to end after the first has failed.
 GRACE_S = 8.0
 
-#: In ranks only: the directory for their files, and the number of the scenario.
+#: Set only in rank processes: the directory for their files, and the number of the scenario.
 scratch: Path
 scenario = 0
 
@@ -135,8 +135,9 @@ class Pool:
     ) -> list[Any]:
         """Calls ``fn(rank, world, *args)`` on ``world`` ranks and returns the results.
 
-        ``backend``: of the default group, made before and destroyed after; ``None``: ``fn`` makes its own. ``timeout``:
-        seconds for everything. ``killed``: ranks that must die of SIGKILL. A rank's exception fails the caller.
+        ``backend``: of the default group, which is made before the call and destroyed after it; ``None`` if ``fn``
+        makes it. ``timeout``: seconds for everything. ``killed``: ranks that must exit by SIGKILL. An exception of a
+        rank fails the test.
         """
         self._start(max(world, self._places))
         number = next(self._numbers)

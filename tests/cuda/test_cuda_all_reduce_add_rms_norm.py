@@ -18,8 +18,8 @@ EPS = 1e-5
 #: Seconds within which a failure must appear.
 LIMIT_S = 15
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: Shapes for every plan: one kernel for one row and for several, a block for several rows, and an all-reduce followed
-#: by a kernel for the rows.
+#: Shapes for every plan: a single kernel with one row, with several, and with several for each block; and an all-reduce
+#: followed by a kernel for the rows.
 SHAPES = ((1, 1024), (1, 8192), (3, 4104), (7, 16384), (64, 1024), (65, 4096), (200, 1032), (333, 8192))
 
 ops: Any = torch.ops.symm
@@ -66,7 +66,7 @@ def forms(rank: int, world: int, dtype: torch.dtype) -> None:
         normed, kept = rows.own.clone(), rows.residual.clone()
         ops.all_reduce_add_rms_norm_(normed, kept, rows.weight, EPS, name())
         rows.check((normed, kept))
-        # The separate steps in the same group.
+        # The separate steps give the same bits.
         summed = rows.own.clone()
         dist.all_reduce(summed)
         assert same_bits(kept, summed + rows.residual), rows.about

@@ -33,7 +33,7 @@ def engines() -> dict[str, int]:
 
 
 def sweep(rank: int, world: int, collective: str) -> tuple[int, dict[str, int]]:
-    """Compares with the definition, in a group of CTA policy "zero": ordinary and symmetric tensors, odd lengths."""
+    """Compares ordinary and symmetric tensors, also of odd lengths, with the definition; the CTA policy is "zero"."""
     init(rank, world, options=torch_symm.Options(cta_policy="zero"))
     findings = Findings()
     before = engines()
@@ -68,7 +68,7 @@ def test_as_defined(pool: Pool, world: int, collective: str) -> None:
 
 
 def calls(rank: int, world: int, symmetric: bool, apart: bool, late: int) -> list[dict[str, int]]:
-    """Calls by kernels; then the same calls, asynchronous and with one rank late, in a group of CTA policy "zero".
+    """Runs calls by kernels; then compares asynchronous ones in a group of CTA policy "zero"; one rank is late.
 
     With ``apart``, tensors have different offsets on each rank, so that no rank finds a message where it expects it.
     """

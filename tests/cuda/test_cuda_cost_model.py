@@ -22,7 +22,7 @@ SIZES = (2048, 40_000, 300_000, 1 << 20, 6 << 20, 40 << 20)
 
 
 def named(rank: int, world: int) -> list[tuple[str, int, str, dict[str, int]]]:
-    """The algorithm that is priced for each call, and the calls of each algorithm that ``stats`` counts meanwhile."""
+    """For each call the algorithm that the model prices, and the calls of each algorithm that ``stats`` then counts."""
     assert dist.group.WORLD is not None
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda")
     topo = MeshTopoInfo.build_from_mesh(mesh, "links")

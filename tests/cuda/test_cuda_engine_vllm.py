@@ -1,4 +1,4 @@
-"""torch_symm.engines.vllm on GPUs, with duck types of vLLM's classes: eagerly, and in a graph as the first call."""
+"""torch_symm.engines.vllm on GPUs, with duck types of vLLM's classes: eager calls, and graphs without earlier calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pool import Pool, device, needs_gpus, needs_ranks, settle
 
 pytestmark = needs_ranks
 
-#: Rows of 4096 elements in bfloat16: one for each algorithm of two ranks.
+#: Numbers of rows of 4096 bfloat16 elements, one number for each algorithm of two ranks.
 ROWS = (1, 40, 300, 1000)
 EPS = 1e-5
 

@@ -80,7 +80,7 @@ def test_ranks_that_disagree_all_hear_of_it(pool: Pool, what: str) -> None:
 
 
 def arguments(rank: int, world: int) -> None:
-    """Rejected on every rank before anything is exchanged; the group continues."""
+    """Wrong arguments are rejected on every rank before anything is exchanged; the group continues."""
     mine, elsewhere = device(), torch.device("cpu")
     calls: list[Callable[[], object]] = [
         lambda: dist.all_gather([torch.ones(3, device=elsewhere) for _ in range(world)], torch.ones(3, device=mine)),
@@ -181,7 +181,7 @@ def tuned_apart(rank: int, world: int) -> str:
 @needs_gpus
 def test_tunings_that_differ_are_refused() -> None:
     says = r"rank 0 .*and rank 1 .*differ in SYMM_CUDA_TUNING.* lanes: 8,.* lanes: 9,"
-    # A process reads the variable only once.
+    # New processes, because a process reads the variable only once.
     own = Pool(2)
     try:
         for message in own.run(tuned_apart, 2, backend=None):

@@ -52,7 +52,7 @@ def symmetric_sum(count: int) -> Call:
 
 
 def copied(name: str, world: int, count: int) -> Call:
-    """A call that copy engines move; a gather is in symmetric memory."""
+    """A call whose bytes copy engines move; the tensor for all ranks is in symmetric memory."""
     zero = dist.new_group(list(range(world)), pg_options=torch_symm.Options(cta_policy="zero"))
     own = torch.zeros(count, device=device())
     with torch.cuda.use_mem_pool(new_pool()):
@@ -247,7 +247,7 @@ def replayed(rank: int, world: int) -> tuple[str, float] | None:
         with pytest.raises(torch_symm.SymmTimeoutError) as raised:
             dist.all_reduce(tensor)
         found = str(raised.value), seconds
-        # Replayed again after the failure, it also ends, and it accesses no memory that was freed.
+        # A replay after the failure also ends, and accesses no memory that was freed.
         graph.replay()
         settle()
     meet("over", rank, world)
@@ -266,7 +266,7 @@ def test_p1_p21_a_deadline_inside_a_replayed_graph(pool: Pool, world: int) -> No
 
 
 def replayed_after_death(rank: int, world: int) -> None:
-    """A graph whose group has lost a rank may still be replayed: it does nothing, and harms nothing."""
+    """A graph whose group has lost a rank may still be replayed; the replay ends and does no harm."""
     tensor = torch.ones(100_000, device=device())
     graph = captured(lambda: dist.all_reduce(tensor))
     graph.replay()
@@ -275,7 +275,7 @@ def replayed_after_death(rank: int, world: int) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     failure_in(lambda: dist.all_reduce(torch.ones(5, device=device())), 10)
-    # Longer than the memory of an exited rank is kept if no graph uses it.
+    # Without the graph, the memory of the exited rank would be unmapped within this time.
     time.sleep(1)
     for _ in range(3):
         graph.replay()
@@ -296,7 +296,7 @@ def taken(gpu: int) -> int:
 
 
 def mapped_by_others(rank: int, world: int, before: int) -> tuple[int, float] | None:
-    """Rank 1 exits; all others, which keep their group, have mapped its workspace and its symmetric memory."""
+    """Rank 1 exits after all others have mapped its workspace and its symmetric memory; they keep their group."""
     with torch.cuda.use_mem_pool(new_pool()):
         tensor = torch.ones(128 * MB, device=device())
     for _ in range(20):

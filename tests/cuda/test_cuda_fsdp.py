@@ -104,7 +104,7 @@ def from_torch(rank: int, world: int) -> None:
 
 
 def replicated(rank: int, world: int) -> None:
-    """Replicated over all ranks: shards of one rank, whose gradients are summed in FSDP2's own all-reduce."""
+    """Parameters are replicated over all ranks: FSDP2 shards within one rank, and all-reduces the gradients itself."""
     usual = train(new_model(POLICIES["float32"], (2, 1), None), rank)
     model = new_model(POLICIES["float32"], (2, 1), None)
     fsdp.use(model)
@@ -131,7 +131,7 @@ def freed(rank: int, world: int) -> None:
     dist.barrier()
 
 
-#: A divide factor becomes PREMUL_SUM.
+#: With a gradient divide factor, FSDP2 reduces by PREMUL_SUM.
 @pytest.mark.parametrize(
     ("policy", "factor"), [*((policy, None) for policy in POLICIES), ("bfloat16, reduced as float32", 3.0)]
 )

@@ -37,7 +37,7 @@ def fall_behind(source: random.Random) -> None:
 
 
 class GatherStep:
-    """An all-gather and its products, regenerated from a seed: ``fill``, ``run``, ``check``."""
+    """An all-gather and its products: ``fill`` and ``check`` make inputs and expected results from the same seed."""
 
     def __init__(self, rank: int, world: int, m: int, k: int, n: int, dtype: torch.dtype, group: Any = None) -> None:
         self.rank, self.world, self.m, self.k, self.dtype = rank, world, m, k, dtype
@@ -66,7 +66,7 @@ class GatherStep:
 
 
 class ScatterStep:
-    """A product and a reduce-scatter: the sum, and the mean."""
+    """A product and its reduce-scatter, as sum and as mean; used like ``GatherStep``."""
 
     def __init__(self, rank: int, world: int, m: int, k: int, n: int, dtype: torch.dtype, group: Any = None) -> None:
         self.rank, self.world, self.m, self.k, self.dtype = rank, world, m, k, dtype
@@ -108,7 +108,7 @@ def eager(rank: int, world: int, kind: str) -> None:
 
 
 def in_a_row(rank: int, world: int) -> None:
-    """Eager calls wait only for each other."""
+    """Eager calls in direct succession on ranks that fall behind: calls wait only for each other."""
     behind = random.Random(rank)
     for seed in range(30):
         m, k, n = SHAPES[2 + seed % 4]
@@ -133,7 +133,7 @@ def replayed(rank: int, world: int, kind: str) -> None:
             step.fill(seed)
             fall_behind(behind)
             graph.replay()
-            # Overwrites the result, so that a replay that computes nothing, or a late read, is detected.
+            # Every third time, a second replay follows directly, without a wait for the first.
             if seed % 3 == 0:
                 graph.replay()
             step.check(seed)

@@ -28,7 +28,7 @@ pytestmark = needs_nodes
 
 #: Numbers of ranks: the two nodes have (1, 1), (2, 1) and (2, 2) of them.
 WORLDS = (2, 3, 4)
-#: Numbers of elements: none, one, odd, just below and above the limit of one rail, more.
+#: Numbers of elements: none, one, a few, and, in float32, enough for one rail and for all rails.
 COUNTS = (0, 1, 37, 4099, 33_001)
 
 
@@ -42,7 +42,7 @@ def nodes() -> Iterator[Pool]:
 
 @pytest.fixture(scope="module")
 def compared() -> Iterator[Pool]:
-    """Rank processes that compare calls."""
+    """Rank processes whose setting SYMM_DEBUG compares calls between nodes; a process reads it only once."""
     shared = Pool(2)
     yield shared
     shared.stop()
@@ -91,7 +91,7 @@ def served(op: str, dtype: torch.dtype) -> bool:
 
 
 def reductions(rank: int, world: int) -> int:
-    """Every case with GPU tensors, and most of them also with CPU tensors in the same group."""
+    """Every case with GPU tensors, and each all_reduce except long ones also with CPU tensors in the same group."""
     cases = [(op, torch.float32, count) for op in ("SUM", "AVG", "PREMUL_SUM") for count in COUNTS]
     cases += [(op, dtype, 37) for dtype in expected.DTYPES for op in expected.OPS if served(op, dtype)]
     here, there = of_nodes(), {**of_nodes(), "device": CPU}
@@ -148,7 +148,7 @@ def test_sums_that_are_rounded_once_have_the_bits_of_cpu_tensors(nodes: Pool, wo
 
 
 def phases(rank: int, world: int) -> None:
-    """The flight recorder reports calls on GPUs as far as the host knows them without a query of the GPU."""
+    """The flight recorder reports for calls on GPUs what the host knows without a query of the GPU."""
     tensor = torch.ones(1000, device=device())
     dist.all_reduce(tensor)
     torch.cuda.synchronize()
@@ -355,7 +355,7 @@ def training(rank: int, world: int) -> None:
 
 
 def groups(rank: int, world: int) -> None:
-    """A mesh: only shared memory within a node, one rank of each node in the other dimension."""
+    """Groups of the two dimensions of a mesh: the ranks of a node, and one rank of each node."""
     mine = torch.full((1000,), float(rank), device=device())
     halves = [dist.new_group([other for other in range(world) if other % 2 == node]) for node in range(2)]
     for group in (halves[rank % 2], torch_symm.intra_node_group()):
@@ -370,7 +370,7 @@ def groups(rank: int, world: int) -> None:
 
 
 def fails(call: Callable[[], object], kind: type[Exception], text: str, within: float) -> None:
-    """Repeats a call until it raises because the host has learned of a failure, less than ``within`` seconds later."""
+    """Repeats a call until the host learns of a failure and the call raises, in less than ``within`` seconds."""
     begun = time.monotonic()
     with pytest.raises(kind, match=text):
         while time.monotonic() < begun + 20:
@@ -435,7 +435,7 @@ def mismatched_between(rank: int, world: int) -> None:
 
 
 def told_later(rank: int, world: int) -> None:
-    """Ranks of different nodes disagree, and get the error although no rank waits for another before the kernels."""
+    """Ranks of different nodes disagree. No rank waits before it enqueues kernels, so a later call may raise."""
     tensor = torch.ones(1000, device=device())
     for _ in range(100):
         dist.all_reduce(tensor, dist.ReduceOp.MAX)

@@ -1,6 +1,6 @@
-"""Reductions of CUDA tensors on several nodes compared with the two-level definition: every type and operation, long.
+"""Long reductions of CUDA tensors on several nodes, of every type and operation, compared with their definition.
 
-Also every power of ten, and lengths with several chunks. ``test_cuda_internode.py`` says how one machine acts as nodes.
+Lengths are also powers of ten, and several chunks. ``test_cuda_internode.py`` says how one machine acts as nodes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["nodes"]
 
 pytestmark = needs_nodes
 
-#: Size of a tensor that all rails carry.
+#: Number of bytes that all rails carry together.
 LONG = 300_000
 LENGTHS = tuple(10**power for power in range(8))
 

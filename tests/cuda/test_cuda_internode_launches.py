@@ -33,11 +33,11 @@ def calls(world: int, count: int) -> dict[str, Callable[[], Any]]:
     }
 
 
-#: Letters of kernels, used below. Kernels that fill this test's tensors, and notes of NCCL and symm, have none.
+#: Letters of kernels, by the start of their names. Kernels that fill tensors, and profiler annotations, have no letter.
 LETTERS = {"ncclDevKernel": "n", "sum_partials": "s", "reduce_": "r", "exchange": "e"}
 
-#: Kernels of a rank that is alone on its node; and, on nodes of two ranks, of a rank that has a rail in the call and of
-#: one that has none. On nodes of two ranks, a reduce_scatter has a separate reduction for each node.
+#: Kernels of a rank that is alone on its node; on nodes of two ranks, of a rank whose rail carries the call, and of the
+#: other rank. On nodes of two ranks, a reduce_scatter has a separate reduction for each node.
 ALONE = {"all_reduce": "ns", "reduce_scatter": "ns", "all_gather": "n", "broadcast": "n", "all_to_all": "n"}
 RAILED = {"all_reduce": "enrs", "reduce_scatter": "enrrs", "all_gather": "een", "broadcast": "en", "all_to_all": "en"}
 OTHERS = {"all_reduce": "er", "reduce_scatter": "err", "all_gather": "ee", "broadcast": "e", "all_to_all": "en"}

@@ -44,7 +44,7 @@ def reductions(rank: int, world: int) -> int:
         for dtype in DTYPES
         for op in ("SUM", "AVG", "PREMUL_SUM", "MAX")
         if (dtype.is_floating_point or op != "PREMUL_SUM") and (dtype not in COMPLEX or op in ("SUM", "AVG"))
-        # Every algorithm.
+        # Lengths for every algorithm.
         for count in (5, 1_003, 40_007, 300_001, 1_500_001)
         for form in ("all_reduce", "reduce", "reduce_scatter_tensor")
         if form != "reduce_scatter_tensor" or dtype not in COMPLEX
@@ -62,7 +62,7 @@ def with_leaves(rank: int, world: int) -> None:
 
 def normed(rank: int, world: int) -> None:
     group, ops = of_tree(world), torch.ops.symm
-    # One kernel, and an all-reduce with a kernel for the rows.
+    # Shapes for a single kernel, and for an all-reduce followed by a kernel for the rows.
     for shape in ((1, 1024), (7, 4096), (333, 8192)):
         inputs = [numbers(other, *shape, dtype=torch.bfloat16) for other in range(world)]
         residual, weight = (numbers(100 + i, *size, dtype=torch.bfloat16) for i, size in enumerate((shape, shape[1:])))

@@ -44,8 +44,8 @@ def free() -> int:
 
 
 def cycles(rank: int, world: int) -> list[int]:
-    """Free bytes before, and after each of six groups. The first may load kernels that stay."""
-    # torch's own kernels are loaded before, because they do not belong to the group.
+    """Free bytes before the first and after each of six groups. The first group may load kernels that stay."""
+    # Loads torch's own kernels before the first measurement, because they do not belong to a group.
     assert bool((torch.ones(ELEMENTS, device=device()) == 1).all())
     found = [free()]
     for number in range(6):
@@ -70,7 +70,7 @@ def test_it_is_free_after_each_group(pool: Pool, world: int) -> None:
 
 
 def subgroups(rank: int, world: int) -> tuple[int, int]:
-    """Many groups one after another while the first one lives."""
+    """Many groups one after another while the default group lives."""
     use(rank, world)
     before = 0
     for number in range(12):

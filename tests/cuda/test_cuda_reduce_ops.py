@@ -18,7 +18,7 @@ pytestmark = needs_ranks
 def on_gpu(
     op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float], reduce: Callable[..., torch.Tensor] = reduced
 ) -> torch.Tensor:
-    """As on CPU, except that on GPUs each rank rounds its product to the tensor's type before it sends it."""
+    """Reduces as on the CPU, except that each rank rounds its product to the tensor's type before it sends it."""
     if op == "PREMUL_SUM" and DEVICE == "cuda" and inputs[0].dtype in NARROW:
         products = [(each.float() * factor).to(each.dtype) for each, factor in zip(inputs, factors, strict=True)]
         return reduce("SUM", products, factors)
@@ -51,14 +51,14 @@ def test_refused(pool: Pool) -> None:
     assert pool.run(refused, 2)[0] > len(BITWISE)
 
 
-#: Sizes from a single element to the range of every algorithm.
+#: Numbers of elements of the tensor around the compared elements: some for every algorithm.
 TOTALS = (1_000, 4_096, 33_001, 131_072, 524_291, 1 << 21, 1 << 23)
 
 
 def same_bits(rank: int, world: int, dtype: torch.dtype) -> int:
     """An element's result depends only on the ranks' elements, not on rank, run, size, location or algorithm."""
     generator = torch.Generator().manual_seed(3)
-    # Values of very different magnitudes, so that every other order of additions changes the bits.
+    # Values of very different magnitudes, so that any other order of additions changes the bits.
     few = [
         (torch.randn(1_000, generator=generator) * 10 ** torch.randint(-4, 5, (1_000,), generator=generator)).to(dtype)
         for _ in range(world)

@@ -11,7 +11,7 @@ from pool import DEVICE, WORLDS, Pool, captured, device, needs_gpus, needs_ranks
 
 pytestmark = needs_ranks
 
-#: More than staging holds, so the send ends only when it is received.
+#: Number of elements of a message that does not fit into staging, so that its send waits for the receive.
 LONG = 12_000_000
 
 
@@ -58,7 +58,7 @@ def everybody_sends_first(rank: int, world: int) -> None:
 
 
 def collectives_in_between(rank: int, world: int, in_step_first: bool = True) -> None:
-    """A collective overtakes a send without a receive yet, and a receive without a send."""
+    """A collective overtakes a send whose receive is not posted yet, and a receive whose send is not."""
     token, got = torch.full((LONG,), 5.0, device=device()), torch.zeros(LONG, device=device())
     back = torch.zeros(LONG, device=device())
     # A kernel that is not loaded yet may wait for running ones: torch's are loaded here.

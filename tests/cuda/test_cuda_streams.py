@@ -107,8 +107,8 @@ def each_its_own_way(rank: int, world: int) -> None:
         asynchronous = (rank + turn) % 2 == 0
         tensor = torch.full((count,), float(rank + turn), device=device())
         work = dist.all_reduce(tensor, async_op=asynchronous)
-        # The first rank sends before its next call, the second receives after that call, so no collective may wait for
-        # the send. All kernels are loaded before, because loading may wait for running kernels.
+        # Rank 0 sends before its next collective, and rank 1 receives after that collective, so no collective may wait
+        # for the send. The turns before the first send load all kernels, because loading may wait for running kernels.
         sends = turn >= 6
         works = [dist.isend(token, 1)] if rank == 0 and sends else []
         gathered = torch.zeros(world * 1_000, device=device())

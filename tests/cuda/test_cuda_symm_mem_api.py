@@ -25,7 +25,7 @@ WITHDRAWN_S = 10.0
 
 
 def is_free_again(before: int) -> None:
-    """Returns once as much memory is free as before, because peers unmap withdrawn segments a little later."""
+    """Waits until as much memory is free as before; peers unmap withdrawn segments a little later."""
     start = time.monotonic()
     while (missing := before - free()) > KEPT:
         assert time.monotonic() - start < WITHDRAWN_S, f"{missing / MB:.0f} MB are still taken"
@@ -34,7 +34,7 @@ def is_free_again(before: int) -> None:
 
 def cycles(rank: int, world: int) -> list[int]:
     """A pool and all its tensors, made and dropped 20 times; every rank frees at a different time."""
-    # The first calls load kernels for good.
+    # The first calls load kernels, which stay loaded.
     for count in (100, 2 * MB):
         dist.all_reduce(torch.ones(count, device=device()))
     before, found = free(), []
@@ -158,7 +158,7 @@ def test_large_tensors(pool: Pool, world: int) -> None:
 
 
 def too_much(rank: int, world: int) -> None:
-    """torch's own exception, after which everything continues; also if only one rank requests too much."""
+    """A request for too much memory, on one rank or all, raises torch's own exception; then everything continues."""
     memory = new_pool()
     backend = dist.group.WORLD._get_backend(device())
     with torch.cuda.use_mem_pool(memory):

@@ -93,7 +93,7 @@ WAYS: dict[str, Callable[[dist.ProcessGroup, int], Trained]] = {
 
 
 def compare(rank: int, world: int, way: str) -> tuple[list[float], float]:
-    """The losses with symm, and the largest difference of a weight from the peer's."""
+    """The losses with symm, and the largest difference of a weight from the same training on torch's backend."""
     group = dist.group.WORLD
     losses, weights = WAYS[way](group, rank)
     again, same = WAYS[way](group, rank)

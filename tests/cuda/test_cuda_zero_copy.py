@@ -22,7 +22,7 @@ SHAPES = ((9 * MB, 0), (9 * MB, 1), (3 * MB, -1))
 
 
 def sweep(rank: int, world: int, collective: str) -> tuple[int, int]:
-    """Compares with the definition: tensors that are symmetric on all ranks, misaligned, or on every second rank."""
+    """Compares calls with the definition; tensors are symmetric, misaligned, or symmetric on every second rank."""
     findings = Findings()
     memory = new_pool()
     with torch.cuda.use_mem_pool(memory):
@@ -100,7 +100,7 @@ def test_every_reduce_op_has_the_same_bits(pool: Pool, world: int) -> None:
 
 
 def counted(rank: int, world: int) -> None:
-    """The zero-copy calls: all that move data to or from a peer's tensor without staging, on both ends."""
+    """Every kind of call counts as zero-copy on exactly the ranks that exchange data without staging."""
     memory = new_pool()
     count = 16 * MB // 4 // world // 4 * 4
     with torch.cuda.use_mem_pool(memory):
@@ -132,7 +132,7 @@ def counted(rank: int, world: int) -> None:
         ("gather", lambda: dist.gather(wide[:count], pieces if rank == 0 else None, 0), everyone),
         ("scatter", lambda: dist.scatter(wide[:count], pieces if rank == 0 else None, 0), everyone),
         ("async_op", lambda: dist.all_reduce(wide, async_op=True).wait(), everyone),
-        # The gathering rank says where to store; the gathered tensors may be in any memory.
+        # Only the output must be symmetric, because peers store into it; the input may be in any memory.
         ("all_gather from ordinary memory", lambda: dist.all_gather_into_tensor(other, ordinary[:count]), everyone),
         ("all_gather into ordinary memory", lambda: dist.all_gather_into_tensor(ordinary, wide[:count]), [0] * world),
         ("all_reduce of ordinary tensors", lambda: dist.all_reduce(ordinary), [0] * world),
@@ -165,7 +165,7 @@ def ring(rank: int, world: int, own: torch.Tensor, other: torch.Tensor) -> None:
 def messages(rank: int, world: int) -> None:
     """Sends and receives: data sent after the receiver's offer go directly to its tensor, from any memory."""
     memory = new_pool()
-    # More than staging holds: the rest that the sender has when the receiver arrives is zero-copy.
+    # More than staging holds: data that the sender has not sent when the receiver arrives are zero-copy.
     count = 64 * MB // 4
     with torch.cuda.use_mem_pool(memory):
         symmetric = torch.empty(count + 8, device=device())

@@ -16,7 +16,8 @@ pytestmark = needs_gpus
 REPLAYS = 200
 #: Long enough for staging, whatever the collective, and a multiple of 16 bytes for every number of ranks.
 COUNT = 1_250_000
-#: A subset of `test_cuda_graphs`. Senders count no calls, nor does the root of a broadcast to several ranks.
+#: The collectives of `test_cuda_graphs` that every rank counts as zero-copy calls. In the others, a sender does not
+#: count a call, and neither does the root of a broadcast to several ranks.
 DIRECT = ("all_reduce", "reduce", "all_gather_into_tensor", "all_gather", "reduce_scatter_tensor", "all_to_all_single")
 
 

@@ -11,7 +11,7 @@ import torch_symm
 from pool import device, settle
 
 MB = 1 << 20
-#: Seconds until every peer has mapped a new segment.
+#: Maximum seconds until every peer has mapped a new segment.
 ACCEPTED_S = 20.0
 
 
@@ -27,7 +27,7 @@ def direct() -> int:
 
 
 def rises(call: Callable[..., object], *args: object) -> list[int]:
-    """The increase of the number of zero-copy calls on each rank while all of them called."""
+    """By how much ``call``, which all ranks make, increases the number of zero-copy calls on each rank."""
     before = direct()
     call(*args)
     own = torch.tensor([direct() - before])
@@ -37,7 +37,7 @@ def rises(call: Callable[..., object], *args: object) -> list[int]:
 
 
 def warm(call: Callable[..., object], *args: object) -> None:
-    """Calls, equally often on every rank, until a call is zero-copy, because peers map a new segment a little later."""
+    """Repeats a call, equally often on every rank, until it is zero-copy: peers map a new segment a little later."""
     start = time.monotonic()
     while not any(rises(call, *args)):
         late = torch.tensor([time.monotonic() - start > ACCEPTED_S])
@@ -47,7 +47,7 @@ def warm(call: Callable[..., object], *args: object) -> None:
 
 
 def same_bytes(got: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Fails unless the tensors are equal bit by bit, on the device."""
+    """Returns true if the tensors are equal bit by bit; compares on the device."""
     return torch.equal(got.flatten().view(torch.uint8), wanted.flatten().view(torch.uint8))
 
 

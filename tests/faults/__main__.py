@@ -47,7 +47,7 @@ def main() -> int:
     torch.set_num_threads(1)
     processes.NODES = 2 if options.nodes else 1
     with tempfile.TemporaryDirectory(prefix="symm-traces-") as dumps:
-        # Dumps of the flight recorder are meant to stay, and do not count as resource_leaks.
+        # Dumps of the flight recorder are meant to stay, so they do not count as leaks.
         os.environ["SYMM_TRACE_DIR"] = dumps
         return play(chosen, sides, options)
 

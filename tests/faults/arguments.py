@@ -22,15 +22,15 @@ TIMEOUT_S = 2.0
 REFUSED = ("ValueError", "TypeError", "NotImplementedError", "RuntimeError")
 #: Exceptions that the ranks may see if the call of only one was rejected.
 REPORTED = (*REFUSED, "SymmMismatchError", "SymmPeerError", "DistBackendError", "SymmTimeoutError")
-#: Exceptions if torch itself rejected the call.
+#: Exceptions if torch itself rejects the call of one rank: of this rank, and of the others.
 UNTOLD = ("TypeError", "SymmTimeoutError")
 
 Body = Callable[[int], object]
-#: The call must be right: the body returns whether it was.
+#: Results if the call must be right.
 SERVED = (RIGHT,)
-#: Right or rejected.
+#: Results if the call must be right or rejected.
 EITHER = (RIGHT, *REFUSED)
-#: torch answers without a call of any backend, so nothing can be promised here.
+#: Results if torch answers without a call of any backend, so that symm can promise nothing.
 BY_TORCH = (RIGHT, WRONG, *REFUSED)
 
 
@@ -150,7 +150,7 @@ ARGUMENTS: dict[str, tuple[Body, tuple[str, ...]]] = {
     "a root that does not exist": (lambda _: dist.broadcast(torch.ones(4), WORLD + 5), REFUSED),
     "no tensor at all": (lambda _: dist.all_reduce(None), REFUSED),
     "input that lies in the output": (within_output, EITHER),
-    # torch rejects rank 1's arguments before it calls a backend: the others are not notified, and wait for it.
+    # torch rejects rank 1's arguments before it calls a backend: the others are not notified, and wait for rank 1.
     "None among the list, on one rank": (without_one, UNTOLD),
     # Only rank 1 is wrong: its call is rejected, and the others are notified.
     "output too short on one rank": (lambda rank: gathered(4 * WORLD - (rank == 1)), REPORTED),

@@ -82,7 +82,7 @@ class Promise:
     pids: bool = True
     #: Expressions that every message matches.
     says: tuple[str, ...] = ()
-    #: Maximum seconds until the last rank notices, on an idle node, and the time before which no rank may give up.
+    #: Maximum seconds until the last rank notices, on an idle node, and minimum seconds before any rank gives up.
     within: float | None = None
     not_before: float = 0.0
     #: Maximum values of figures; a missing figure breaks the promise.
@@ -90,9 +90,9 @@ class Promise:
     #: Figures that are durations, which may be longer on a busy node.
     stretches: tuple[str, ...] = ()
     nothing_left: bool = True
-    #: All messages are the same.
+    #: True if all messages must be the same.
     same: bool = False
-    #: No rank prints anything.
+    #: True if no rank may print anything.
     quiet: bool = False
 
 
@@ -106,11 +106,11 @@ class Case:
     play: Callable[[str], Outcome]
     promise: Promise
     target: str
-    #: Differences from the fault that users meet, such as a shorter timeout.
+    #: How the case differs from the fault that users meet, for example by a shorter timeout.
     note: str = ""
     #: The backends that run it; some faults concern features that only symm has.
     sides: tuple[str, ...] = ("gloo", "symm")
-    #: Where the ranks are: "both" is one node, and two nodes with ``--nodes``; "nodes" has its own layout.
+    #: Where the ranks are: "one" is always one node, "both" is two nodes with ``--nodes``; "nodes" has its own layout.
     where: str = "both"
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from .case import RIGHT, WRONG, Case, Promise, Saw, add
 from .processes import WORLD, Layout, Stage, node_of, play
 
-#: Gloo's survivors wait for this long; its default is 30 minutes.
+#: The group's timeout, after which Gloo's survivors fail; Gloo's default is 30 minutes.
 TIMEOUT_S = 6.0
 SHORTER = f"the group's timeout is {TIMEOUT_S:g} s"
 #: Seconds within which all notice an exit: on one node, with 16 ranks on it, on several nodes.
@@ -134,7 +134,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-#: The ways in which a process exits, and the text in messages if the kernel reports it.
+#: The ways in which a process exits, each with the text in messages if Linux reports it.
 KILLED = r"signal 9 \(SIGKILL\)"
 ENDS: dict[str, tuple[Callable[[], object], str]] = {
     "killed": (die, KILLED),

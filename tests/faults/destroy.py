@@ -186,7 +186,7 @@ for _count in (4, 1 << 20):
 
 
 def leaves_early(stage: Stage, rank: int) -> Saw:
-    """Ranks 2 and 3 leave in order: that fails no rank until its next call, which names one of them."""
+    """Ranks 2 and 3 leave in order: no other rank fails until its next call, whose error names one of the two."""
     dist.all_reduce(torch.ones(4))
     stage.meet("before", rank, range(4))
     if rank >= 2:
@@ -303,7 +303,7 @@ def child_of(end: Callable[[], None]) -> float:
 
 
 def forked(stage: Stage, rank: int) -> Saw:
-    """A forked child of rank 0 exits, destroys the group, uses the group; all ranks go on."""
+    """Forked children of rank 0 exit, destroy the group or use it; the group stays usable on all ranks."""
     figures = {"child_bare_s": child_of(lambda: None)} if rank == 0 else {}
     stage.join(rank)
     dist.all_reduce(torch.ones(4))

@@ -20,7 +20,7 @@ from .resources import works
 TIMEOUT_S = 10.0
 #: Timeout of ranks that wait for an absent rank or a silent server.
 LATE_S = 1.5
-#: Exceptions of a rank that cannot join: a named reason, in the class of the side that noticed.
+#: Exceptions of a rank that cannot join; which one depends on the part of symm or torch that noticed.
 REFUSED = (
     "SymmTimeoutError",
     "SymmConfigError",
@@ -152,7 +152,7 @@ def duplicate(side: str, late: bool) -> Outcome:
 
 
 def one_refused(side: str, late: bool) -> Outcome:
-    """Checks that four processes joined and one was rejected by name; then ignores the four."""
+    """Counts the processes that were rejected, and how many fewer than four joined."""
     outcome = duplicate(side, late)
     refused = {rank: saw for rank, saw in outcome.saw.items() if saw.raised}
     outcome.figures["refused"] = len(refused)
@@ -179,7 +179,7 @@ def process_on_the_port(side: str) -> Outcome:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
-        # Without a secret, processes of one user meet without the port, where no other process interferes.
+        # By default symm uses a Unix socket in place of the port, where the silent process would not interfere.
         beside = "?secret=none" if side == "symm" else ""
         address = url(side, "port", f"127.0.0.1:{listener.getsockname()[1]}{beside}")
 
@@ -221,7 +221,7 @@ def few_descriptors(stage: Stage, rank: int, more: int) -> Saw:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     held: list[int] = []
     if rank == 0:
-        # The lowest free descriptors are used first.
+        # Fills the gaps below the highest descriptor, because new descriptors get the lowest free numbers.
         most = max(int(name) for name in os.listdir("/proc/self/fd")) + 1
         held = [
             os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC) for _ in range(most - len(os.listdir("/proc/self/fd")) + 1)
@@ -271,7 +271,7 @@ for _more in (40, 5, 4, 2, 0):
 
 
 def stays_away(stage: Stage, rank: int, absent: int, early: int) -> Saw:
-    """One rank never makes a group, whose timeout is shorter on ``early`` than on the others."""
+    """All ranks but ``absent`` make a group, with a shorter timeout on rank ``early`` than on the others."""
     dist.barrier()
     stage.meet("begun", rank, range(stage.world))
     saw = Saw(RIGHT)

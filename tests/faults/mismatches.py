@@ -117,7 +117,7 @@ def message(odd: bool) -> tuple[list[torch.Tensor], Callable[[], object]]:
             try:
                 dist.send(tensor, 0)
             except dist.DistBackendError:
-                return False  # short, its receiver will notice
+                return False  # a short send must not raise: only its receiver notices
             return True
         if dist.get_rank() == 0:
             dist.recv(tensor, 1)
@@ -175,7 +175,7 @@ MISMATCHES: dict[str, tuple[Make, tuple[str, ...]]] = {
     "message of another size": (message, ("sent 20 bytes", "20 bytes.*16|16 bytes.*20")),
 }
 
-#: Expected results if no call is wrong, or if not every rank takes part.
+#: Expected results of cases in which no call is wrong, or not every rank takes part.
 _SEES = {"same count in another shape": (RIGHT,), "message of another size": ("SymmMismatchError", RIGHT)}
 
 
@@ -284,7 +284,7 @@ scene(
     NODES_TARGET,
     Promise(
         sees=("SymmMismatchError",),
-        # Each rail compares; the first to do so may differ between runs.
+        # Each rail compares the calls of its ranks; which rail is first may differ between runs.
         says=(
             r'rank [01] \(node "a", pid \d+\) called broadcast\(50000 ',
             r'rank [23] \(node "b", pid \d+\) called all_gather\(200000 ',

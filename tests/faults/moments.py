@@ -76,7 +76,7 @@ def _(stage: Stage, rank: int) -> Saw:
 
 
 def cut_short(stage: Stage, rank: int, how: str) -> Saw:
-    """Rank 0 reads a message from the memory of rank 1, which computes meanwhile."""
+    """Rank 0 reads a message from the memory of rank 1, which computes meanwhile; ``how`` cuts the read short."""
     tensor = torch.full((256 << 20,), rank, dtype=torch.uint8)
     abort = stage.backend.abort
     begun, cut = stage.place / "begun", [float("inf")]

@@ -29,7 +29,7 @@ from .case import CRASH, GONE, HANG, RIGHT, WRONG, Case, Outcome, Promise, Saw, 
 WORLD = 4
 #: The line that a rank logs when a group fails.
 DUMPED = re.compile(r"^.*the last calls of this process are in .*; for those of all ranks: .*\n", re.MULTILINE)
-#: Number of nodes, all of which are this machine; half of the ranks are on each of two.
+#: Number of nodes, 1 or 2, which are all this machine; each of two has half of the ranks.
 NODES = 1
 
 
@@ -73,7 +73,7 @@ class Stage:
 
     @property
     def since(self) -> float:
-        """Seconds since that time."""
+        """Seconds since the time that ``now_it_happens`` marked."""
         return time.monotonic() - self._moment[0] if self._moment[0] else 0.0
 
     def join(self, rank: int, world: int | None = None, name: str = "default", timeout: float | None = None) -> None:
@@ -232,7 +232,7 @@ def _rank(stage: Stage, body: Body, rank: int, join: bool, env: dict[str, str]) 
     had = resource_leaks.own()
     saw: Saw | None = None
     if join:
-        # Otherwise the timeout of the group would include the forks of the others.
+        # Without this wait, the group's timeout would include the time until the other ranks are forked.
         stage.meet("forked", rank, range(stage.world))
         saw = stage.observe(lambda: stage.join(rank))
     if saw is None or saw.kind == RIGHT:
@@ -240,7 +240,7 @@ def _rank(stage: Stage, body: Body, rank: int, join: bool, env: dict[str, str]) 
             saw = body(stage, rank) or Saw(RIGHT)
         except Exception as error:
             saw = Saw(type(error).__name__, str(error), stage.since)
-    # Before leaving, which may crash or hang.
+    # Written before this rank leaves the group, because leaving may crash or hang.
     (stage.place / f"saw-{rank}").write_bytes(pickle.dumps(saw))
     if dist.is_initialized():
         with contextlib.suppress(Exception):
@@ -251,7 +251,7 @@ def _rank(stage: Stage, body: Body, rank: int, join: bool, env: dict[str, str]) 
 
 
 def _await(forked: Forked, pids: list[int], deadline: float, victims: Collection[int]) -> list[int | None]:
-    """Exit codes, negative for signals; ``None`` for those that had to be killed. Victims may be stopped or asleep."""
+    """Exit codes, negative for signals; ``None`` for processes that never exited. Waits only briefly for victims."""
     while forked.running and (left := deadline - time.monotonic()) > 0:
         if {pids.index(pid) for pid in forked.running} <= set(victims):
             left, deadline = min(left, 0.5), min(deadline, time.monotonic() + 0.5)

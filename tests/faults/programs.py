@@ -1,4 +1,4 @@
-"""Whole programs that end in every way, with the interpreter's own exit: how soon, their output, the peers' error."""
+"""Programs that end in every way that the interpreter knows: how long each takes, its output, the peers' error."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ FAREWELLS = {
     "raise ValueError(chr(0xD800))": "left the group after ValueError: ?;",
     "class Odd(Exception): __str__ = None\nraise Odd": "left the group after Odd;",
     "": LEFT,
-    # The interpreter keeps no SystemExit.
+    # The interpreter does not store a SystemExit, so peers get no reason.
     "sys.exit(3)": LEFT,
     "try: raise KeyError('caught')\nexcept KeyError: pass": LEFT,
 }

@@ -56,7 +56,7 @@ def summed(stage: Stage, *tensors: torch.Tensor) -> None:
 
 
 def refusal(stage: Stage, call: Call, rank: int = 0) -> Saw | None:
-    """Makes a call that must be rejected, and stores the reason for other ranks; ``None`` if it was rejected."""
+    """Makes a call that must be rejected, and stores the reason for other ranks; ``None`` if the call was rejected."""
     saw = stage.observe(lambda: call(stage))
     (stage.place / f"refusal-{rank}").write_text(saw.text.splitlines()[0] if saw.text else "")
     return None if saw.kind in REFUSED else Saw(WRONG, f"not refused: {saw.kind}: {saw.text}")
@@ -93,7 +93,7 @@ def told(
         after.seconds = time.monotonic() - begun
         return bad or after
     reasons = [(stage.place / f"refusal-{r}").read_text() for r in refusing]
-    # Nodes may name another of the waiting ranks.
+    # On several nodes, the messages of two ranks may name different waiting ranks.
     right = any(reason in saw.text for reason in reasons) and after.text == saw.text
     if not stage.layout and not right:
         saw.kind, saw.text = WRONG, f"{saw.text}, then {after.text}, of {reasons}"
@@ -183,7 +183,7 @@ for _layout, _refusing, _times in (
 def message_told(
     stage: Stage, rank: int, wrong: Call, right: Call, refuser: int, waiting: tuple[int, ...], met: bool = True
 ) -> Saw:
-    """A rank rejects a message in which others wait. ``met``: messages have passed between them before."""
+    """A rank rejects a message for which others wait. ``met``: true if these ranks have exchanged messages before."""
     for peer in waiting if met else ():
         for sender, receiver in ((refuser, peer), (peer, refuser)):
             if rank == sender:
@@ -320,7 +320,7 @@ def corrects(stage: Stage, rank: int) -> Saw:
 
 
 def all_refuse(stage: Stage, rank: int) -> Saw:
-    """A call that all ranks reject affects none: repeated, while a call is in progress, and with one rank late."""
+    """A call that all ranks reject affects no rank: repeated, while a call is in progress, or if one rank is late."""
     for _ in range(3):
         if bad := wrong_sum(stage):
             return bad
@@ -339,7 +339,7 @@ def all_refuse(stage: Stage, rank: int) -> Saw:
 
 
 def queued(stage: Stage, rank: int) -> Saw:
-    """Rank 1 rejects while calls of its own, for which the other waits, are still queued."""
+    """Rank 1 rejects a call while its earlier calls, which rank 0 makes later, are still queued."""
     tensors = [torch.ones(10) for _ in range(3)]
     bad = None
     if rank == 1:
@@ -357,7 +357,7 @@ def queued(stage: Stage, rank: int) -> Saw:
 
 
 def corrects_message(stage: Stage, rank: int, pauses: tuple[float, ...]) -> Saw:
-    """Rank 1 sends the rejected message, in time or before rank 0 waits; then its next message is delayed."""
+    """Rank 1 sends the rejected message correctly, soon or before rank 0 waits; within a node its next one is late."""
     for turn, pause in enumerate(pauses):
         if stage.layout:
             dist.barrier()

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
-# The kernel's own threads for io_uring, which libuv under torch's TCPStore uses: their number changes at any time.
+# Linux's own threads for io_uring, which libuv under torch's TCPStore uses: their number changes at any time.
 _IO_WORKER = "iou-"
 
 
@@ -62,7 +62,7 @@ def fresh_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Processes whose parents exit become children of this one, and so are found."""
+    """Processes whose parents exit become children of this process, so that ``children`` finds them."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:

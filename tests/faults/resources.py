@@ -68,7 +68,7 @@ add(
 
 
 def mount(place: Path, full: bool) -> None:
-    """Mounts 64 KiB for this process only, full or read-only; PermissionError if it may not."""
+    """Mounts 64 KiB for this process only, full or read-only; raises PermissionError if it may not mount."""
     libc = ctypes.CDLL(None, use_errno=True)
     steps = (
         libc.unshare(_CLONE_NEWNS),
@@ -159,7 +159,7 @@ def _(stage: Stage, rank: int) -> Saw:
 
 
 def no_thread(stage: Stage, rank: int, send: bool) -> Saw:
-    """Rank 1 cannot start the thread for a message, so it is not posted: its memory is unused, and its tag is free."""
+    """Rank 1 lacks a thread for a message, so the message is not posted: its memory is unused, and its tag is free."""
     count = 20_000  # too long to be eager, too short for a separate mapping
     saw, before = Saw(RIGHT), resource.getrlimit(resource.RLIMIT_AS)
     dist.barrier()

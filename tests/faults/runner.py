@@ -24,7 +24,7 @@ def guarded(case: Case, side: str, limit: float) -> Outcome:
         forked.fork(lambda: _play(case, side, result, log))
         late = not forked.wait(limit)
         forked.end()
-        # If killed, the case leaves its ranks, and they their children, to this process.
+        # This process has adopted the ranks of a killed case, and adopts their children once the ranks end.
         while resource_leaks.end_orphans(adopted, set(), grace=0.0):
             pass
         with contextlib.suppress(OSError, EOFError):
@@ -34,7 +34,7 @@ def guarded(case: Case, side: str, limit: float) -> Outcome:
 
 
 def _play(case: Case, side: str, result: Path, log: Path) -> None:
-    """All output of the case or its servers goes to the log."""
+    """Runs a case; the output of the case and of its servers goes to ``log``."""
     descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

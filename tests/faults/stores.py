@@ -76,7 +76,7 @@ def serving(side: str, secret: str | None = None, descriptors: int | None = None
 
 
 class Honest:
-    """A client that sets and gets on a thread, and its longest wait."""
+    """A client that sets and gets on a thread; records how long each pair of requests takes."""
 
     def __init__(self, side: str, port: int) -> None:
         self._store = opened(side, port, False)
@@ -116,7 +116,7 @@ Attack = Callable[[str, Server], None]
 
 
 def under(attack: Attack, side: str, descriptors: int | None = None, client: bool = True) -> Outcome:
-    """An attack on a server that also has an honest client; the server's resources before, at most and afterwards."""
+    """Attacks a server that also has an honest client; records its resources before, at their peak and afterwards."""
     # Attacker and client share an interpreter: by default one waits 5 ms for the other to release its lock.
     sys.setswitchinterval(1e-4)
     with serving(side, descriptors=descriptors) as server:

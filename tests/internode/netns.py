@@ -20,7 +20,7 @@ from typing import Any
 
 
 def lacking() -> str:
-    """The reason why such nodes are impossible here; empty if they are possible, and for ranks of such a node."""
+    """The reason why such nodes are impossible here; empty if they are possible, and in a rank on such a node."""
     if "SYMM_TEST_NAMESPACE" in os.environ:
         return ""
     if os.geteuid() != 0:
@@ -73,7 +73,7 @@ class Nodes:
             self.ip("-n", name, "link", "set", "lo", "up")
 
     def start(self, function: str) -> None:
-        """``function``: ``module:name``, called with the rank, the layout, and the directory for its files."""
+        """Runs ``function`` (``module:name``) on all ranks, with the rank, the layout and a directory for files."""
         layout = ",".join(map(str, self.layout))
         for node, name in enumerate(self.names):
             arguments = f'{function} {node} {layout} "{self.place}"'

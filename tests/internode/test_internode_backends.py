@@ -109,7 +109,7 @@ def results(group: dist.ProcessGroup | None, rank: int, world_size: int) -> list
 
 
 def as_gloo(rank: int, world_size: int, choice: str, backend: str) -> list[str]:
-    """Compares a group that ``choice`` connects with one of Gloo; returns the calls of the backend."""
+    """Compares a group that uses ``choice`` between nodes with one that uses Gloo; returns the plug-in's calls."""
     register()
     wanted = results(None, rank, world_size)
     made.clear()
@@ -150,7 +150,7 @@ def test_the_environment_names_a_plug_in(rank: int, world_size: int) -> None:
             assert tensor[0].item() == dist.get_world_size(group)
         elif group is dist.group.WORLD:
             dist.all_reduce(torch.ones(70_000))
-    # Rank 1 has no rail of the second group: node b has one rank of it.
+    # Rank 1 has no rail in the second group, because that group has only one rank on node b.
     assert made == (["plain"] if rank in (1, 2) else ["plain"] * 2), made
 
 

@@ -14,13 +14,13 @@ from cases import FACTORS, Case, Reference, long_inputs, long_sum, shared
 from collectives import MOVING, ON_CPU, REDUCING, ROOTED, make, prefixes, run
 from launch import nodes_of, run_nodes
 
-#: Numbers of elements: none, one, odd, just below and above the limit of one rail, more than a chunk of it.
+#: Numbers of elements: none, one, a few, and, in float32, enough for one rail and for all rails.
 COUNTS = (0, 1, 37, 4099, 33_001)
 #: Lengths of a reduction: within a slot, on one rail, on all rails, with few pipeline steps and with many.
 LENGTHS = (*(10**power for power in range(5)), 32 << 10, (32 << 10) + 1, *(10**power for power in range(5, 8)))
 #: The longest tensors repeat with this period, a prime, so that chunks are never a multiple of it apart.
 PERIOD = 1_000_003
-#: Size of a tensor that all rails carry, in several pipeline steps.
+#: Number of bytes that all rails carry together, in several pipeline steps.
 LONG = 300_000
 FLOAT32 = torch.float32
 SERVED = [(op, dtype) for dtype in expected.DTYPES for op in expected.OPS if expected.served(op, dtype)]
@@ -130,7 +130,7 @@ def every_op(rank: int, world: int, layout: Sequence[int], dtypes: Sequence[torc
     for op, dtype in [(op, dtype) for op, dtype in SERVED if dtype in dtypes]:
         once = long_inputs(dtype, PERIOD, world)[rank], long_sum(two_level(layout), op, dtype, PERIOD, world)
         own, wanted = (each.repeat(-(-LENGTHS[-1] // PERIOD)) for each in once)
-        # The longest tensor only takes more pipeline steps than the one before, so one op for each type is enough.
+        # The longest length only adds pipeline steps to the second longest, so one op for each type is enough.
         for length in LENGTHS if op == "SUM" else LENGTHS[:-1]:
             dist.all_reduce(got := own[:length].clone(), expected.op_of(op, FACTORS[rank]))
             expected.assert_same(got, wanted[:length], (op, dtype, length))

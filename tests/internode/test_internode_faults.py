@@ -1,7 +1,7 @@
 """The fault matrix on several nodes (`python tests/faults --nodes`), only for symm: observations match promises.
 
-Time limits are 2.5 times as long here, because other tests may run at the same time. They are ten times as long for the
-slow part, which runs some single-node cases on two nodes.
+The limits for an idle machine are multiplied by 2.5, because other tests may run at the same time. The slow part, which
+runs some single-node cases on two nodes, multiplies them by ten.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def test_every_scenario(layout: tuple[int, ...], which: str) -> None:
 
 @on_nodes(1, 1, 1)
 def test_links_that_are_made_at_once_do_not_wait_for_each_other(rank: int, world_size: int) -> None:
-    """Over torch's TCPStore, with one connection per process."""
+    """The ranks use torch's TCPStore, which has one connection per process."""
     dist.destroy_process_group()
     before, make = (rank - 1) % world_size, _backends.make
 
@@ -187,7 +187,7 @@ def test_lengths_that_differ_are_an_error_of_the_receiver(rank: int, world_size:
 def test_a_length_that_differs_is_an_error_though_the_receive_names_nobody(
     rank: int, world_size: int, sender: int
 ) -> None:
-    # All have left the previous call, because a rank that is still in it would get the error there.
+    # Waits until all ranks have left the barrier, because a rank that is still in it would get the error there.
     dist.barrier()
     ranks.meet("ready", rank, world_size)
     with pytest.raises(
@@ -268,7 +268,7 @@ def test_a_peer_that_dies_ends_the_message(layout: tuple[int, ...], named: bool)
 @on_nodes()
 def test_ending_the_group_releases_a_message(rank: int, world_size: int, way: str, source: int | None) -> None:
     dist.barrier()
-    # All have left the barrier, because a rank that is still in it would get the error there.
+    # Waits until all ranks have left the barrier, because a rank that is still in it would get the error there.
     ranks.meet("begun", rank, world_size)
     if rank == 0:
         work = dist.irecv(torch.zeros(4), source)
@@ -287,7 +287,7 @@ def test_ending_the_group_releases_a_message(rank: int, world_size: int, way: st
 
 @on_nodes(1, 1)
 def test_what_was_sent_arrives_though_its_sender_leaves(rank: int) -> None:
-    """A rank that leaves right after its send has been read."""
+    """The sender leaves right after its send; the receiver still gets the message later."""
     if rank == 0:
         dist.send(messages.numbers(15_000, 1), 1)
         dist.destroy_process_group()
@@ -309,7 +309,7 @@ def test_one_limit_for_all_parts_of_a_block() -> None:
 
 @on_nodes(2, 1)
 def test_a_refused_message_does_not_count_once_its_rank_has_made_another_call(rank: int, world_size: int) -> None:
-    """Rank 0 rejects a message of rank 2, which is notified, and makes another call before the right one."""
+    """Rank 0 rejects a message with rank 2, and makes another call before the right one; rank 2 gets no error."""
     for peer in (0, 2):
         dist.send(torch.ones(1), 2 - peer) if rank == peer else dist.recv(torch.ones(1), peer) if rank != 1 else None
     for turn, (refused, between) in enumerate(product(("send", "recv", "any"), ("barrier", "message", "receive"))):
@@ -330,12 +330,12 @@ def test_a_refused_message_does_not_count_once_its_rank_has_made_another_call(ra
             ranks.meet(f"begun-{turn}", rank, world_size)
         elif rank < 2:
             dist.send(torch.ones(1), 1) if rank == 0 else dist.recv(torch.ones(1), 0)
-        # Via rank 1, so that rank 2 arrives after the call.
+        # A message from rank 1 tells rank 2 that rank 0 has made the other call.
         if rank == 1:
             dist.send(torch.ones(1), 2)
         elif rank == 2:
             dist.recv(torch.ones(1), 1)
-        # Rank 2 waits in a message of more than a chunk, because only such a send needs its receive.
+        # The message is longer than a chunk, so that its send waits for the receive.
         long = torch.full((1 << 20,), float(rank))
         if rank == 0:
             time.sleep(0.2)

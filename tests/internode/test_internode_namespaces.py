@@ -159,8 +159,8 @@ def test_the_node_whose_cable_is_out_is_named_by_all_others(tmp_path: Path, layo
         cut = ready(nodes)
         nodes.cut(lost)
         for node, (text, heard) in zip(launch.nodes_of(layout), nodes.results(), strict=True):
-            # A cut node is connected only with the first node. The first node is connected with all, and misses one of
-            # them first.
+            # A cut node is connected only with the first node, so it misses that node. The first node is connected with
+            # all others, so if it is cut, it may miss any of them first.
             missed = lost if node != lost else 0 if lost else next(other for other in (1, 2) if f'"h{other}"' in text)
             check_silent(layout, missed, text)
             assert 3.9 < heard - cut < 7, f"{heard - cut:.2f} s: {text}"

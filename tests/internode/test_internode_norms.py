@@ -25,7 +25,7 @@ def test_bits_are_those_of_separate_steps(rank: int, world_size: int) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         for shape in ((1, 8), (2, 64), (3, 4104), (40, 2048)):
             every_form(rank, NodeRows(world_size, shape, dtype), name)
-    # Nodes that disagree on parameters that do not affect the all-reduce.
+    # The nodes disagree on eps, which does not affect the all-reduce.
     rows = torch.ones(2, 64)
     with pytest.raises(torch_symm.SymmMismatchError, match=r"all_reduce_add_rms_norm\(2 × 64 × float32, eps 1e-6\)"):
         ops.all_reduce_add_rms_norm(rows, rows, torch.ones(64), 1e-6 if rank < 2 else 1e-5, name)

@@ -48,7 +48,7 @@ def test_elements_are_rounded_once(rank: int, world_size: int, layout: Sequence[
     group = group_of(world_size, reduce_dtype="float32")
     cases = [(op, dtype, 37) for dtype in expected.NARROW for op in OPS]
     cases += [("SUM", dtype, count) for dtype in (torch.bfloat16, torch.float8_e5m2) for count in COUNTS]
-    # Several pipeline steps; with three nodes each one adds a part.
+    # Several pipeline steps; on three nodes, each node sums a part.
     cases += [("SUM", torch.float16, 600_011), ("AVG", torch.float8_e4m3fn, 300_001)]
     run(reducing(cases, rank, world_size, reference=once(layout), group=group))
     options = {"reference": once(layout), "group": group}
@@ -99,7 +99,7 @@ def test_trees_have_the_bits_of_one_node(rank: int, world_size: int) -> None:
     run(
         (form, Case(rank, world_size, dtype, count, op=op, **options))
         for op, dtype in cases
-        # Sent with the headers, and in several chunks.
+        # Lengths sent with the headers, in one chunk, and in several.
         for count in (37, 5_002, 600_011)
         for form in ("all_reduce", "reduce", "reduce_scatter_tensor")
         if count < 600_000 or form == "all_reduce"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch_symm
 from launch import on_nodes
 
-#: The bytes that every call sends to each other node.
+#: Size of the header slot, which a node sends to each other node in every call.
 SLOT = 4096
 
 Counts = dict[str, int]
@@ -65,7 +65,7 @@ def test_messages_are_counted_by_their_peer(rank: int) -> None:
         work.wait()
     dist.barrier()
     count = grown(f"gloo rank {peer}", before)
-    # The payload and the frames.
+    # The payloads of two messages, and their frames.
     assert count["calls"] == 4 and 8 * size < count["sent"] < 8 * size + 40 * SLOT, count
     assert 8 * size < count["received"] < 8 * size + 40 * SLOT, count
     dist.send(torch.ones(1), rank ^ 1) if rank % 2 else dist.recv(torch.empty(1), rank ^ 1)

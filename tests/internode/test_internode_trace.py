@@ -61,7 +61,7 @@ def test_a_stopped_node_is_named_with_its_rail(count: int, capsys: pytest.Captur
     text, seen, failed = results[0]
     assert 'on rail 0, waiting for node "b" (ranks 2 and 3)' in text, text
     assert seen == failed == [("all_reduce", waiting)]
-    # The other rank waits for the first, which compares calls with the other node.
+    # Rank 1 waits for rank 0, which compares calls with the other node.
     _, seen, failed = results[1]
     assert seen == failed == [("all_reduce", "inside the node")]
     (path,) = results.dumps[0]

@@ -34,7 +34,7 @@ def network() -> nn.Sequential:
 
 
 def batch(part: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets of one part of the ranks."""
+    """Inputs and targets of one part of the batch."""
     inputs = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(100 * step + part))
     return inputs, inputs.sum(1, keepdim=True).tanh()
 

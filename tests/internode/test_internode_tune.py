@@ -35,7 +35,7 @@ FOUND = {
 def find(rank: int, world_size: int, path: str) -> dict[str, Any]:
     found = inter_node.measure(0.5, "cpu", around=(16 << 10, 128 << 10), turns=(256 << 10,))
     for _ in range(2):
-        # Existing content is kept.
+        # The second write keeps the content of the file.
         inter_node.write(found, Path(path), "cpu")
     dist.barrier()
     return found

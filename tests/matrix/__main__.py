@@ -48,7 +48,7 @@ def path_without_compilers(folder: Path) -> str:
 
 
 def environment(python: str, torch: str, wheel: Path) -> Path:
-    """Makes a fresh environment with the wheel and torch of a version such as ``"2.15"``; if empty, the newest."""
+    """Makes a fresh environment with the wheel and a version of torch such as ``"2.15"``, or the newest if empty."""
     folder = WORK / f"{wheels.version_of(python)}-{torch or 'newest'}"
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([python, "-m", "venv", str(folder)], check=True)
@@ -85,7 +85,7 @@ def tried(folder: Path, complete: bool) -> list[tuple[bool, str]]:
     """Runs the example and the smoke suite; with ``complete`` torch's own tests, too."""
     example = run(folder, ["torchrun", "--standalone", "--nproc-per-node", "2", "examples/01_ddp_digits.py"])
     pytest = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    # Compiled code needs a compiler, with any backend.
+    # Leaves out tests of compiled code, which need a compiler with any backend.
     smoke = run(folder, [*pytest, "-k", "not compiled", *(f"tests/python/{name}.py" for name in SMOKE)])
     upstream = [run(folder, [*pytest, "-m", "not everything", "tests/torch"])] if complete else []
     return [(example[0], "ok" if example[0] else "failed"), smoke, *upstream]

@@ -87,7 +87,7 @@ MIXED = ("contiguous", "channels_last", "strided", "offset")
 
 @dataclass
 class Placed:
-    """A tensor in memory of its own. ``before``: all of that memory, on the host; a check changes it."""
+    """A tensor in memory of its own. ``before``: a copy of that memory on the host, which a check changes."""
 
     base: torch.Tensor
     before: torch.Tensor
@@ -168,7 +168,7 @@ class Case:
         return values(self.dtype, self.count if count is None else count, 7 + (self.rank if rank is None else rank))
 
     def wide(self, rank: int | None = None, count: int | None = None) -> torch.Tensor:
-        """The input of a rank that has ``count`` elements for each."""
+        """The input of a rank that has ``count`` elements for each rank."""
         return wide(
             self.dtype, self.count if count is None else count, 7 + (self.rank if rank is None else rank), self.world
         )
@@ -203,7 +203,7 @@ class Case:
         return Placed(base, before, look)
 
     def blank(self, count: int | None = None) -> Placed | Misaligned:
-        """Ones, to be overwritten."""
+        """Memory for a result, filled with ones."""
         return self.place(torch.ones(self.count if count is None else count, dtype=self.dtype), self.empty_result)
 
     def call(self, function: Callable[..., dist.Work | None], *args: object, **options: object) -> None:
@@ -248,7 +248,7 @@ class Findings:
             self._found.append(f"{about}: {type(error).__name__}: {str(error)[:300]}")
 
     def close(self) -> int:
-        """The number of cases; fails if one did."""
+        """The number of cases; raises an error if one of them failed."""
         if self._found:
             raise AssertionError(self._text("wrong"))
         return self._cases

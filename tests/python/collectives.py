@@ -181,7 +181,7 @@ def all_to_all_list_uneven(c: Case) -> None:
 def coalesced(c: Case) -> None:
     """Three all_reduces at once, then two gathers, then two scatters.
 
-    Given no device, torch records the calls and makes one coalesced call of them; given one, the backend does.
+    Without a device, torch records the calls and makes one coalesced call of them; with one, the backend does so.
     """
     device = None if c.layout == "contiguous" else c.device
     tensors = [c.place(c.given(count=c.count + more)) for more in range(3)]
@@ -238,7 +238,7 @@ ON_CPU: dict[str, Callable[[Case], None]] = {
         )
     },
 }  # fmt: skip
-#: The forms of a reduction with an op, and those of movements that name a root.
+#: Reductions with an op, and movements that name a root.
 REDUCING = ("all_reduce", "reduce", "reduce_scatter_uneven")
 ROOTED = ("broadcast", "gather", "scatter")
 #: Movements without a root.

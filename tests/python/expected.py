@@ -65,7 +65,7 @@ def reduced(
 
 
 def in_halves(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float] = ()) -> torch.Tensor:
-    """The definition of ``order="tree"``: halves combine; one rounding, and for AVG one division, at the end."""
+    """The definition of ``order="tree"``: combines the results of both halves of the ranks; divides and rounds once."""
     return reduced(op, inputs, factors, reduce if op in ("MIN", "MAX") else _halves)
 
 

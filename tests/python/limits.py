@@ -10,7 +10,7 @@ from types import FrameType
 
 @contextmanager
 def ends_after(seconds: float) -> Iterator[None]:
-    """Raises ``TimeoutError`` in the parent process once its body has run for this long."""
+    """Raises ``TimeoutError`` in the parent process once the ``with`` block has run for this long."""
 
     def expire(_signal: int, _frame: FrameType | None) -> None:
         raise TimeoutError(f"the test took longer than {seconds} s")

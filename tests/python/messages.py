@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from expected import DTYPES, assert_same_bits, name, seeded
 
-#: Sizes in bytes: in one frame, just below and above the capacity of a slot, offered, in several chunks.
+#: Sizes in bytes: of messages in one frame, of longer ones that are offered first, and of several chunks.
 SIZES = (0, 8, 64, 244, 1020, 4096, 4100, 100_000, 1 << 20, 8 << 20)
 
 
@@ -132,7 +132,7 @@ def many_open(rank: int, world: int) -> None:
             assert torch.equal(tensor, numbers(size, 1000 * peer + i)), (peer, i)
 
 
-#: The memory of a tensor of some shape, and its layout.
+#: Functions that make a tensor of a shape and a type, by layout.
 LAYOUTS: dict[str, Callable[[tuple[int, ...], torch.dtype], torch.Tensor]] = {
     "contiguous": lambda shape, dtype: torch.zeros(shape, dtype=dtype),
     "strided": lambda shape, dtype: torch.zeros((*shape, 2), dtype=dtype)[..., 0],

@@ -12,7 +12,7 @@ LEAST_SCALE = torch.tensor(1 / (LARGEST * 512), dtype=torch.float32)
 
 
 def _in_halves(values: torch.Tensor) -> torch.Tensor:
-    """Sums the last dimension, a power of two: the first half and the second, until one is left."""
+    """Sums the last dimension, a power of two: adds its second half to its first until one element is left."""
     while values.shape[-1] > 1:
         first, second = values.chunk(2, dim=-1)
         values = first + second
@@ -62,7 +62,7 @@ def to_dynamic_fp8(normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def numbers(seed: int, *size: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
-    """The residual and the weight, the same on all ranks."""
+    """Random numbers, the same on all ranks for the same ``seed``."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(size, generator=generator).to(dtype).to(device)
 

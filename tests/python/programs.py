@@ -32,7 +32,7 @@ def run_program(
         RanksFailedError: a rank raised, or ended with another status than 0.
     """
     path = ROOT / program
-    # As when Python runs it, a program finds the modules in its directory.
+    # A program finds the modules in its directory, as if Python ran it directly.
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     _import(path.read_text())

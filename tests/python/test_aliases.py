@@ -65,7 +65,7 @@ def partly_the_same(rank: int, count: int, device: str) -> None:
     everyone = [given(r, count) for r in range(WORLD)]
     wanted = one_after_the_other(torch.zeros(WORLD * count), places, everyone)
     assert torch.equal(room.cpu(), wanted), "all_gather"
-    # The reverse order, with the first of them strided.
+    # The outputs in reverse order; the first one is strided.
     room = torch.zeros(WORLD * count, device=device)
     strided = room[: 2 * count : 2]
     dist.all_gather([strided, room[half : half + count], room[:count]], given(rank, count).to(device))

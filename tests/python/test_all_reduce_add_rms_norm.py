@@ -17,7 +17,7 @@ from ranks import run_ranks
 
 EPS = 1e-5
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: Inline, whole rows in one-shot, several chunks, and, for more than two ranks, two-shot.
+#: Shapes of inline calls, one-shot calls of one chunk and of several, and, with more than two ranks, two-shot calls.
 SHAPES = ((1, 8), (1, 1024), (1, 4096), (3, 1032), (5, 8192), (2, 16384), (97, 1024))
 
 ops: Any = torch.ops.symm
@@ -59,7 +59,7 @@ def test_bits_are_those_of_separate_steps(rank: int, world_size: int) -> None:
     name = dist.group.WORLD.group_name
     for dtype, (seed, shape) in itertools.product(DTYPES, enumerate(SHAPES)):
         every_form(rank, Rows(world_size, shape, dtype, seed), name)
-    # The separate steps in the same group.
+    # The separate steps give the same bits.
     rows = Rows(world_size, (3, 2048), torch.bfloat16)
     summed = rows.inputs[rank].clone()
     dist.all_reduce(summed)
@@ -103,7 +103,7 @@ def test_strides_dimensions_and_no_rows(rank: int, world_size: int) -> None:
     nothing = torch.zeros(0, 64)
     empty = ops.all_reduce_add_rms_norm_dynamic_fp8(nothing, nothing, rows.weight, EPS, name)
     assert [tuple(tensor.shape) for tensor in empty] == [(0, 64), (0, 64), (0, 1)]
-    # The residual is the input, whose value from before the call is used.
+    # The input is also the residual, whose value before the call counts.
     own = rows.inputs[rank].clone()
     _, total = ops.all_reduce_add_rms_norm(own, own, rows.weight, EPS, name)
     assert same_bits(total, sum(rows.inputs[1:], rows.inputs[0]) + own)

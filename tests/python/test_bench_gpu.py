@@ -200,7 +200,7 @@ REASONS = {
 
 
 def some_broken() -> Mapping[str, Maker]:
-    """A function that each rank gets, to make its own sides."""
+    """The function with which each rank makes its own sides."""
     return {
         **cpu_sides(),
         "cannot be made": die_when_made,
@@ -279,7 +279,7 @@ def run_until_it_is_ended(_rank: int, _world: int, path: Path, output: int) -> N
     for stream in (1, 2):
         os.dup2(output, stream)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-    # The shell starts it in the background, where the signal may be ignored.
+    # SIGINT may be ignored, if a shell has started the tests in the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     command.measure = two  # type: ignore[assignment]
     launched.ANEW = "fork"

@@ -29,7 +29,7 @@ def block(text: str, start: int) -> str:
 def test_p23_a_panic_is_caught_before_it_reaches_the_bridge() -> None:
     """A panic that crosses cxx ends the process, so every function that C++ may call catches it or cannot panic."""
     paths = (BRIDGE / "bridge.rs", *sorted((BRIDGE / "bridge").rglob("*.rs")))
-    # Without the lengths of arrays, so that a semicolon ends a declaration.
+    # Removes the lengths of arrays, so that a semicolon always ends a declaration.
     texts = [re.sub(r"; \d+\]", "]", path.read_text()) for path in paths]
     offered = {
         name

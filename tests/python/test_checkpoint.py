@@ -19,7 +19,7 @@ State = dict[str, torch.Tensor]
 
 def sharded(group: dist.ProcessGroup) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model of uneven shards on the group's mesh, trained for two steps on different data on each rank."""
-    # Named, since DTensor takes meshes of the same ranks and names for the same.
+    # The mesh is named, because DTensor treats meshes with the same ranks and names as equal.
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(dist.get_backend(group),))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 3))

@@ -1,4 +1,4 @@
-"""Blocks of calls, ``batch_isend_irecv`` and ``_coalescing_manager``, that an exception leaves; their works."""
+"""Blocks of calls (``batch_isend_irecv``, ``_coalescing_manager``) that end by an exception, and their works."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_a_failed_group_raises_after_a_batch_too() -> None:
 
 
 def one_limit(rank: int, world: int) -> None:
-    """Each part ends within the limit, counted from the end of the previous part; all of them together take longer."""
+    """No part takes longer than the limit after the part before it, but all parts together do."""
     got = [torch.zeros(4) for _ in range(3)]
     if rank == 0:
         dist.barrier()
@@ -227,7 +227,7 @@ def one_limit(rank: int, world: int) -> None:
     begun = time.monotonic()
     with pytest.raises(torch_symm.SymmTimeoutError, match=r"2\.0 s; the call itself goes on"):
         work.wait(timedelta(seconds=2))
-    # With a limit for each part: 5 s.
+    # If each part had a separate limit of 2 s, the wait would take 5 s.
     assert time.monotonic() - begun < 4
     assert not work.is_completed()
     meet("given up", rank, world)

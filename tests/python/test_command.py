@@ -17,7 +17,7 @@ from torch_symm import __main__ as entry
 from torch_symm.tools.bench.record import read
 from torch_symm.tools.tune import profile
 
-#: Options that take a duration or another positive number, options that take a count, and invalid values.
+#: Options that take a duration or another positive number, and options that take a count; `ODD` has invalid values.
 SECONDS = ("top --interval", "check --seconds", "tune --seconds", "bench --limit", "bench -f")
 COUNTS = ("topo --ranks", "tune --ranks", "tune --redistribution", "doctor --ranks", "hello --ranks", "bench -n")
 #: Options that take a count or 0.

@@ -73,7 +73,7 @@ def largest_kept(normed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tenso
     return (normed.float() / (largest / 448.0).clamp(min=LEAST)).to(FP8), largest
 
 
-#: Each quantization, and the operator's form that computes it; ``PLAIN``: none does.
+#: Each quantization, and the operator's form that computes it; ``PLAIN`` if no form does.
 FORMS: dict[str, tuple[Quantize, str]] = {
     "divided": (lambda n, s: (limited(n.float() / s),), STATIC),
     "promoted": (lambda n, s: ((n / s).clamp(max=448.0).clamp(min=-448.0).to(FP8),), STATIC),
@@ -151,7 +151,7 @@ class Seen(SymmPass):
 
 
 def changed(layer: Callable[..., Any], *tensors: torch.Tensor, table: Any = None) -> torch.fx.GraphModule:
-    """The layer's graph after the pass, without a compiler. ``table``: of decompositions."""
+    """The layer's graph after the pass, without a compiler. ``table``: the decompositions."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     torch_symm.stats()

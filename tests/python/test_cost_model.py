@@ -39,8 +39,8 @@ def test_torchs_constants_give_torchs_numbers(monkeypatch: pytest.MonkeyPatch) -
     for shape, names in SHAPES:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         for per_node in (1, 2, 4, 8):
-            # For CPUs, torch assumes one device per node. A mesh of GPUs on nodes of other sizes has these numbers of
-            # devices.
+            # For CPUs, torch assumes one device per node. The numbers of devices set here are possible for meshes of
+            # GPUs.
             hosts = SimpleNamespace(num_devices_per_host=lambda _device_type, count=per_node: count)
             with monkeypatch.context() as patch:
                 for module in (torchs, _cost):
@@ -202,7 +202,7 @@ def requested(rank: int, world: int) -> tuple[Any, ...]:
 
 
 def test_a_profile_is_believed(tmp_path: Path) -> None:
-    """The one that the environment names, or one in the cache; a broken one in the cache is ignored."""
+    """A profile is used if the environment names it or it is in the cache; a broken one in the cache is ignored."""
     path = tmp_path / "profiles" / json.loads(load()._profile_key("cpu", 2))["file"]
     path.parent.mkdir()
     path.write_text(json.dumps(profile()))
@@ -222,7 +222,7 @@ LOCAL = {"step_us": 50.0, "slice_us": 20.0, "copy_gb_per_s": 10.0}
 
 
 def steps(rank: int, world: int) -> tuple[dict[str, float], float]:
-    """The cost of single steps on 1 MB in addition to their collectives, and the price of a step that only cuts."""
+    """For single steps on 1 MB, their price minus their collective's; and the price of a step that only cuts."""
     mesh = init_device_mesh("cpu", (world,))
     size = (500, 500)
     rows, columns, partial, full = (specs(mesh, (kind,), size) for kind in (Shard(0), Shard(1), Partial(), Replicate()))

@@ -54,7 +54,7 @@ def test_beside_nccl(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("spelling", ["symm", "cpu:gloo,cuda:symm"])
 @pytest.mark.ranks(2, backend=None)
 def test_two_ranks_on_one_gpu_are_refused(rank: int, world_size: int, spelling: str) -> None:
-    """The error names both; the group still works with CPU tensors."""
+    """CUDA tensors are rejected; the group still works with CPU tensors."""
     init(rank, world_size, backend=spelling)
     with pytest.raises(torch_symm.SymmConfigError, match="use the same GPU"):
         dist.all_reduce(torch.ones(3, device="cuda:0"))

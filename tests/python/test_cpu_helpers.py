@@ -15,7 +15,7 @@ from collectives import run
 from faults.resource_leaks import threads
 from ranks import run_ranks
 
-#: More threads than these nodes have cores, so that helpers start late, and ranks wait for them.
+#: More threads than small machines have cores, so that helpers start late there, and ranks wait for them.
 THREADS = 3
 HELPED = {"SYMM_CPU_THREADS": str(THREADS)}
 #: Numbers of elements of a rank's part: an odd number, and whole chunks.
@@ -38,7 +38,7 @@ def come(count: int) -> None:
 
 @pytest.mark.ranks([2, 3], timeout=120, env=HELPED)
 def test_bits_do_not_depend_on_helpers(rank: int, world_size: int) -> None:
-    """They are those of the definition, as without helpers in ``test_collectives.py``."""
+    """The bits are those of the definition, as without helpers in ``test_collectives.py``."""
     whole = ("all_reduce", "reduce", "broadcast")
     parts = ("reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single", "gather", "scatter")
     run(

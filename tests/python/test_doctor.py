@@ -115,7 +115,7 @@ def test_a_native_part_that_cannot_be_loaded_is_a_sentence(
 
 @pytest.mark.parametrize("descriptors", [64, 8])
 def test_a_missing_torch_and_too_few_descriptors_fail(descriptors: int, tmp_path: Path) -> None:
-    # Without site-packages, which takes no time; 8 descriptors do not suffice to start a child.
+    # -S leaves out site-packages, so torch is missing; 8 descriptors do not suffice to start a child.
     place = copied(tmp_path)
     status, output = doctor("--ranks", "40", python=["-S"], descriptors=descriptors, PYTHONPATH=place)
     assert status == 1 and f"FAILS: RLIMIT_NOFILE {descriptors} is too low: a group of 40 ranks needs" in output, output

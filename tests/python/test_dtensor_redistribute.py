@@ -228,7 +228,7 @@ dist.all_reduce(torch.ones(1))
 }
 
 
-# Forks a process for each case from one that has imported torch, and DTensor before the cases of the second dictionary.
+# Forks a process for each case. The parent has imported torch, and, for the cases of the second dictionary, DTensor.
 EACH = """
 import json, os
 bad = []

@@ -237,8 +237,8 @@ def test_without_fusion_vllm_keeps_its_passes() -> None:
     assert config.compilation_config.inductor_compile_config == {} and config.updated == 1
 
 
-#: The plug-in's message, and a file and a text in it that another version of vLLM has changed, or an error of the
-#: native part.
+#: The plug-in's message, and its cause: a file of vLLM, a text in this file, and the text of another version in its
+#: place; or the class of an error that loading the native part raises.
 LEFT_ALONE = [
     ("CudaPlatform.check_and_update_config", "platforms", "config(cls, vllm_config)", "config(cls, vllm_config, more)"),
     ("no method get_device_communicator_cls", "platforms", "def get_device_communicator_cls", "def communicator"),

@@ -48,7 +48,7 @@ def test_an_example_of_gpus_says_so_where_there_are_none(example: str) -> None:
 
 
 def subprocess_of(*command: str) -> list[str]:
-    """Returns the lines that a program prints, which must succeed."""
+    """Returns the lines that a program prints; the program must succeed."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()

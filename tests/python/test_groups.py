@@ -40,7 +40,7 @@ def test_ranks_that_list_other_members_are_refused(rank: int) -> None:
 
 @pytest.mark.ranks(4)
 def test_new_group_of_subsets(rank: int) -> None:
-    # First, because torch's name for such a group contains the number of groups that the rank has.
+    # This group is made first, because torch's name for it contains the number of groups that the rank has.
     check_group(dist.new_group([rank - rank % 2, rank - rank % 2 + 1], use_local_synchronization=True))
     for members in ([0, 1], [3, 1], [2], [1, 2, 3], [3, 2, 1, 0]):
         group = dist.new_group(members)
@@ -231,7 +231,7 @@ def of_one_hash_store() -> Callable[[], dist.Store]:
 @pytest.mark.parametrize("make", [of_one_hash_store, lambda: torch_symm.MemoryStore().clone], ids=["hash", "memory"])
 @pytest.mark.ranks(1, backend=None)
 def test_ranks_as_threads(make: Callable[[], Callable[[], dist.Store]]) -> None:
-    """Such a store is local to one process: its ranks are threads, made through the backend's own class."""
+    """A store that is local to one process serves ranks that are threads, which use the backend's own class."""
     store = make()
     sums: list[float] = []
 

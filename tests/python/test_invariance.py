@@ -42,7 +42,7 @@ def normed(world: int, rank: int, group: dist.ProcessGroup) -> None:
 @pytest.mark.ranks([1, 2, 3, 4, 5, 6, 7, 8])
 def test_trees_combine_halves(rank: int, world_size: int) -> None:
     group, forms = of_order("tree"), ("all_reduce", "reduce", "reduce_scatter_tensor")
-    # Posted with the call, staged, in several chunks, and long.
+    # Lengths of calls whose data are posted with the call, and of staged ones; longer ones follow below.
     counts = (1, 37, 5_003) if world_size in (4, 5) else (37,)
     cases = [(op, dtype, count) for dtype in DTYPES for op in OPS if served(op, dtype) for count in counts]
     if world_size == 4:

@@ -40,7 +40,7 @@ def named(module: str, is_package: bool, nodes: Iterable[ast.AST]) -> Iterator[s
 
 @cache
 def imports() -> dict[str, set[str]]:
-    """The modules that each module imports; without packages from which it also names something."""
+    """The modules that each module imports; a package is left out if a module in it is imported, too."""
     found, files = dict[str, set[str]](), modules()
     for module, file in files.items():
         names = set(named(module, file.name == "__init__.py", ast.parse(file.read_text()).body)) & files.keys()

@@ -69,7 +69,7 @@ def test_lines_come_with_name_level_and_time(kept: Kept, capfd: pytest.CaptureFi
 
 @pytest.mark.ranks(1, backend=None, env={"SYMM_LOG": "info", "SYMM_SPIN": "9"})
 def test_a_line_names_the_rank_or_the_process(tmp_path: Path) -> None:
-    """In processes that have not logged before, without and with a rank."""
+    """Neither process has logged before; the parent has no rank, and the child has one."""
     del os.environ["RANK"], os.environ["SYMM_TRACE_DIR"]
     os.dup2(os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT), 2)
     load()._log_info("one line")

@@ -56,7 +56,7 @@ def test_a_message_of_another_size_is_an_error_on_both_sides(rank: int, size: in
 
 
 def unasked(rank: int, world: int) -> None:
-    """Rank 0 receives more than it accepts eagerly, then messages in both directions queue behind it."""
+    """Rank 1 sends rank 0 more than it accepts eagerly; messages in both directions then queue behind these."""
     count, piece = 1200, torch.zeros(64 << 10, dtype=torch.uint8)
     long, short = torch.arange(1 << 18), torch.zeros(4)
     if rank == 1:
@@ -86,7 +86,7 @@ def test_more_than_a_receiver_takes_unasked_holds_nobody_up(direct: str) -> None
 
 
 def private_kib() -> int:
-    """KiB that this process has written since it was forked. Inherited pages are resident, too, and may be reused."""
+    """KiB that this process has written since it was forked; its resident size would include inherited pages."""
     rollup = Path("/proc/self/smaps_rollup").read_text()
     return int(re.findall(r"Private_Dirty: +(\d+) kB", rollup)[0])
 
@@ -157,7 +157,7 @@ def reads_are_forbidden_later(rank: int, world: int) -> str:
 @pytest.mark.timed
 @needs_seccomp
 def test_p3_reads_of_peers_that_are_forbidden_later() -> None:
-    """A hardening agent may forbid them. Messages then arrive in chunks; if that fails, the error names the message."""
+    """A hardening agent may forbid the reads. Messages then arrive in chunks; if that fails, the error names them."""
     results = run_ranks(reads_are_forbidden_later, 2, expect_killed=(1,))
     assert re.search(
         r"rank 1 \(pid \d+\) has ended.*in recv\(8388608 bytes, tag 7\) of group \"default\"", results[0]

@@ -100,7 +100,7 @@ def test_overlapping_and_coalesced_calls_find_their_events(tmp_path: Path) -> No
         call(4, 2_006_000, waited_ns=50, waited_for=0),
         call(5, 900_000_000),
     )
-    # Two that overlap, one that has two calls, one of another process, one without a call.
+    # Two events that overlap, one that has two calls, one of another process, and one without a call.
     events = [event(1000, 90), event(1015, 90), event(2000, 10), event(1000, 90, pid=8), event(5000, 1)]
     path = tmp_path / "profile.json.gz"
     with gzip.open(path, "wt") as file:

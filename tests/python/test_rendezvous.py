@@ -75,7 +75,7 @@ def test_arguments_go_before_the_environment(monkeypatch: pytest.MonkeyPatch) ->
         meet("symm://localhost:1")
     with pytest.raises(ValueError, match="rank 4 does not exist in a world of 3"):
         meet("symm://localhost:1", rank=4)
-    # An empty secret is not a secret.
+    # An empty secret is rejected as if it were not set.
     with pytest.raises(ValueError, match="'WORD', which secret_env names, is not set or empty"):
         meet("symm://localhost:1?secret_env=WORD", 0, 1)
 

@@ -59,7 +59,7 @@ def looks_like_gloo(rank: int, world: int) -> None:
 def as_gloo(rank: int, world: int) -> None:
     torch_symm.replace_gloo()
     torch_symm.replace_gloo()
-    # No backend means symm for CPU tensors.
+    # If no backend is named, symm serves CPU tensors.
     dist.init_process_group(store=file_store("unnamed", world), rank=rank, world_size=world)
     assert served_by() == "symm"
     sums()

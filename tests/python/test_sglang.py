@@ -100,7 +100,7 @@ def install(kind: str, monkeypatch: Any = None) -> Any:
         hook_type = SimpleNamespace(AROUND="around")
         put(HOOKS, SimpleNamespace(HookRegistry=Registry, HookType=hook_type), monkeypatch)
     else:
-        # Not the original method, which would create communicators on GPUs.
+        # Makes SGLang run on the CPU; otherwise its constructor would create communicators on GPUs.
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     sglang.register()
     hooks = importlib.import_module(HOOKS)

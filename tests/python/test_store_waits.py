@@ -176,7 +176,7 @@ def test_timeouts_at_the_edges(kind: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Restores the default, because the process that started this one may ignore the signal."""
+    """Sets Python's handler of SIGINT, because the process that started this one may ignore the signal."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

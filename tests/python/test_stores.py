@@ -48,7 +48,7 @@ VALUES = [b"", b"1", b"-20", b"text", b"\0\xff"]
 AMOUNTS = [-50, -3, 0, 1, 4, 1 << 40]
 NUMBER = re.compile(rb"(-?\d+)?")
 COMMON = ("set", "compare_set", "add", "check", "multi_set", "get", "multi_get")
-#: The only operations of the programs on these stores: they lack the others, or differ from torch's HashStore.
+#: The operations that programs use on these stores. The others are missing, or differ from torch's HashStore.
 SERVED = {
     "rust-torch-file": COMMON,
     "rust-torch-tcp": (*COMMON, "append", "delete_key", "queue_len", "queue_pop", "queue_push", "wait"),

@@ -22,7 +22,7 @@ Described = dict[str, dict[str, list[list[str]]]]
 
 
 def _stub() -> tuple[dict[str, list[list[str]]], Described]:
-    """Parameters of each function, by overload; for classes, parameters of each method, and none for properties."""
+    """Parameters of each function and of each method of a class, by overload; properties have no parameters."""
     functions: dict[str, list[list[str]]] = {}
     classes: Described = {}
     for node in ast.parse(STUB.read_text()).body:
@@ -80,7 +80,7 @@ def test_the_stub_has_the_members_of_each_class(name: str) -> None:
                 assert sorted(map(_plain, signatures)) == sorted(map(_plain, parameters)), f"{name}.{member}"
     own = {member for member in vars(native) if not member.startswith("_pybind")} - ADDED - {"__repr__", "__hash__"}
     own -= {"__getstate__", "__setstate__", "__reduce__", "__eq__", "__ne__"}
-    # Members of torch's class, whose stub describes them.
+    # Leaves out members of torch's class, which torch's stub describes.
     own = {member for member in own if vars(native)[member] is not getattr(dist.ProcessGroupGloo, member, None)}
     inherited = {member for base in native.__mro__[1:] for member in vars(base)}
     assert own - set(described) - inherited == set(), f"{name} has more than its stub says"

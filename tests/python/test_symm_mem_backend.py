@@ -97,7 +97,7 @@ def test_tensors_of_peers(rank: int, world_size: int) -> None:
 
 @pytest.mark.ranks(2)
 def test_a_tensor_and_its_views_have_a_window_to_themselves(rank: int, world_size: int) -> None:
-    """Also while its memory is kept by a handle alone. New memory is zeroed."""
+    """No other tensor shares the window, even while only a handle keeps its memory. New memory is zeroed."""
     tensor = cpu(4, 64)
     assert not tensor.any()
     handle = handle_of(tensor)
@@ -280,7 +280,7 @@ def test_two_groups_on_one_allocation_and_subgroups(rank: int) -> None:
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:symm", "symm"])
 @pytest.mark.ranks(2, backend=None)
 def test_groups_of_other_backends(rank: int, world_size: int, backend: str, debug: str) -> None:
-    """Under DETAIL torch wraps every backend, so symm's cannot be recognized. A group may also be a store alone."""
+    """Under DETAIL torch wraps every backend, so symm's cannot be recognized. A store may also serve as a group."""
     dist.set_debug_level(getattr(dist.DebugLevel, debug))
     load()
     store = torch_symm.FileStore(shared_tmp_path() / "by-hand", world_size)

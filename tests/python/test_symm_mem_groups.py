@@ -221,7 +221,7 @@ def test_all_memory_is_given_back(rank: int, world_size: int) -> None:
         for step in range(3):
             held[(turn + step) % 3].clear()
         assert kilobytes() <= before + 8, f"turn {turn}"
-        # A segment that a peer advertises next arrives with a file descriptor, open here until it is mapped.
+        # Without this barrier, the next segment that a peer advertises could count here until it is mapped.
         dist.barrier()
     for _ in range(10):
         group = dist.new_group(list(range(world_size)))

@@ -46,7 +46,7 @@ def summed(tensor: torch.Tensor) -> torch.Tensor:
 def test_all_reduces_have_the_bits_of_the_collective(rank: int) -> None:
     for dtype in DTYPES:
         for count in (1, 7, 1000, 70_001):
-            # Neither at the start of the memory nor aligned.
+            # A tensor that is neither at the start of its memory nor aligned.
             tensor = cpu(count + 3, dtype=dtype)[3:]
             given = values(rank, (count,), dtype)
             tensor.copy_(given)
@@ -354,7 +354,7 @@ def repeated_rightly(rank: int, world: int) -> None:
                 ops.two_shot_all_reduce_(torch.ones(ELEMENTS), "sum", WORLD)
         ops.two_shot_all_reduce_(tensor.fill_(1), "sum", WORLD)
         assert bool((tensor == world).all())
-    # Longer than a notification takes. The rejections have left nothing, although others wait for the rejecting rank.
+    # The sleep is longer than a notification takes: no rejection ends the wait of another rank for rank 1 now.
     handle = symm_mem.rendezvous(tensor, WORLD)
     if rank == 1:
         time.sleep(0.3)

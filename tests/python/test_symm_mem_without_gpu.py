@@ -68,7 +68,7 @@ def test_cpu_tensors_are_not_allocated(world_size: int) -> None:
 @pytest.mark.parametrize("debug", ["OFF", "DETAIL"])
 @pytest.mark.ranks(2, backend=None)
 def test_without_a_gpu_there_is_none(debug: str) -> None:
-    """Under DETAIL, torch's wrapper lies in between and calls the C++ class."""
+    """Under DETAIL, the backend is torch's wrapper, which calls the C++ class."""
     dist.set_debug_level(getattr(dist.DebugLevel, debug))
     init_process_group()
     backend = backend_of()
@@ -147,7 +147,7 @@ def use_pool(pool: Pools, device: torch.device) -> Iterator[None]:
 
 
 def test_a_pool_ends_with_its_last_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On pools that need no GPU. Threads allocate from one pool."""
+    """Threads allocate from one pool; stand-ins of torch's pools need no GPU."""
     from torch_symm import _memory
 
     monkeypatch.setattr(_memory, "mem_allocator", object)

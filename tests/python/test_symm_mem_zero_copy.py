@@ -68,7 +68,7 @@ def test_every_collective_on_symmetric_tensors_is_direct(rank: int, world_size: 
     assert torch.equal(part, total(world_size, COUNT * world_size).chunk(world_size)[rank])
     assert served(lambda: dist.scatter(part, list(whole.chunk(world_size)) if rank == 1 else None, 1)) == "direct"
     assert torch.equal(part, numbers(1, COUNT * world_size).chunk(world_size)[rank])
-    # Only the root's tensor counts.
+    # Only the root's tensor must be symmetric.
     mine = cpu(COUNT).copy_(numbers(1)) if rank == 1 else torch.empty(COUNT)
     assert served(lambda: dist.broadcast(mine, 1)) == "direct"
     assert torch.equal(mine, numbers(1))

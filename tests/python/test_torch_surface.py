@@ -46,7 +46,7 @@ def futures(rank: int) -> None:
         future = work.get_future()
         work.wait()
         assert future.value()[0][0] == WORLD
-    # A callback that calls the group, asynchronously, and waits for the call queued after it.
+    # A callback waits for the call that was queued after its own, and makes another call.
     a, b, c = torch.ones(4), torch.ones(4), torch.ones(4)
     first, second = dist.all_reduce(a, async_op=True).get_future(), dist.all_reduce(b, async_op=True).get_future()
 

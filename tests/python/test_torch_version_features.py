@@ -51,14 +51,14 @@ def gathered_at_root(rank: int, world: int) -> None:
         target = torch.empty(world, 3, 2, dtype=torch.int64) if rank == root else None
         ended(dist.gather_single(parts[rank], target, dst=root, async_op=asynchronous))
         assert target is None or torch.equal(target, torch.stack(parts))
-    # Too little room: the ranks that wait hear of it.
+    # The output is too long: rank 0 rejects it, and the waiting ranks may get an error.
     errors = (ValueError, RuntimeError)
     with suppress(*errors) if rank else pytest.raises(errors, match="must be equal to world_size times"):
         dist.gather_single(torch.ones(2), None if rank else torch.empty(2 * world + 1), dst=0)
 
 
 def hooked(rank: int, world: int) -> None:
-    """A pair of hooks receives the calls between their registration and its end."""
+    """A pair of hooks receives the calls between its registration and its removal."""
     told: list[str] = []
     group = dist.group.WORLD
     assert group is not None

@@ -41,7 +41,7 @@ def killed(rank: int, world: int) -> int:
             dist.all_reduce(zeros(1000))
     failure = torch_symm.trace()["groups"][0]["failure"]
     assert (failure["kind"], failure["message"]) == ("SymmPeerError", str(error.value))
-    # Otherwise the dump of the last rank would show that the other one has left.
+    # Without this wait, the later dump would show that the rank of the earlier one has left.
     meet("reported", rank, 2)
     return os.getpid()
 

@@ -86,7 +86,7 @@ def test_ddp_hooks(rank: int, world_size: int) -> None:
             for got, wanted in zip(model.parameters(), local_gradients(world_size, alone, step), strict=True):
                 torch.testing.assert_close(got.grad, wanted, atol=2e-3, rtol=2e-2)
     if torch.cuda.is_available():
-        # In this case torch waits for a GPU, even for CPU tensors.
+        # If CUDA is available, the hook below waits for a GPU, even for CPU tensors.
         return
     state = powerSGD_hook.PowerSGDState(dist.group.WORLD, matrix_approximation_rank=2, start_powerSGD_iter=2)
     wrapped = DistributedDataParallel(network())
@@ -291,8 +291,8 @@ def test_same_bits(rank: int, world_size: int, name: str, monkeypatch: pytest.Mo
     for number, (one, other) in enumerate(zip(usual, ours, strict=True)):
         assert torch.equal(one, other), f"result {number} differs"
     assert any(float(grad.abs().sum()) for grad in ours[1:3])
-    # Three modules in three steps. Other modules than the root are gathered again for the backward pass unless they are
-    # kept; resharding to pairs includes the root.
+    # Three modules in three steps. All modules except the root are gathered again for the backward pass unless they are
+    # kept. With resharding to pairs, the root is gathered again, too.
     gathers = {"kept": 9, "resharded to pairs": 18}.get(name, 15)
     assert calls == {"AllGather": gathers, "ReduceScatter": 9}, calls
 
@@ -316,7 +316,7 @@ def test_what_is_rejected(world_size: int) -> None:
 
 @pytest.mark.ranks(2)
 def test_memory_from_the_group_on_cpu_tensors(rank: int, world_size: int) -> None:
-    """torch's own switch asks the group's backend, which has no such memory on CPUs."""
+    """torch's switch asks the group's backend for memory, which the backend does not have for CPU tensors."""
     usual = train(new_model({}, world_size), rank)
     model = new_model({"set_allocate_memory_from_process_group_for_comm": True}, world_size)
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))

@@ -137,7 +137,7 @@ def test_futures_have_the_shape_of_gloos(rank: int, replaced: bool) -> None:
             found.append((given[0], given[1]))
         gloo, symm = found
         for theirs_is, ours_is in zip(gloo, symm, strict=True):
-            # Gloo implements neither for some operations.
+            # For some operations, Gloo's works lack a future or a result.
             assert ours_is is not None and theirs_is in (None, ours_is), f"{name}: {symm}, with Gloo {gloo}"
     # A chain on the future works as with Gloo; the value is the memory of the output.
     for group in (theirs, ours):
@@ -218,7 +218,7 @@ def test_synchronous_and_asynchronous_calls_keep_their_order(world_size: int) ->
 
 @pytest.mark.ranks(2)
 def test_four_threads(rank: int, world_size: int) -> None:
-    """With a group each, with messages, and with equal calls on one group, which match in the order of each rank."""
+    """Threads use a group each, messages, and equal calls on one group, which match in the order of each rank."""
     groups = [dist.new_group() for _ in range(4)]
     before = backend_of().get_sequence_number()
 

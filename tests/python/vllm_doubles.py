@@ -85,7 +85,7 @@ FILES = {
 
 
 def put(name: str, module: Any, patch: Any = None) -> None:
-    """Makes an import of ``name`` return ``module``, below empty modules; for good without a ``patch`` of pytest."""
+    """Makes an import of ``name`` return ``module``, below empty parent packages; permanently if ``patch`` is None."""
     place: Any = patch.setitem if patch else dict.__setitem__
     parts = name.split(".")
     for end in range(1, len(parts)):
@@ -95,7 +95,7 @@ def put(name: str, module: Any, patch: Any = None) -> None:
 
 
 def write(folder: Path, **replaced: str) -> Path:
-    """Writes the package into ``folder``, ``replaced``: new text for files by name."""
+    """Writes the package into ``folder``. ``replaced``: new text for files by name."""
     for name, text in FILES.items():
         file = folder / "vllm" / f"{name}.py"
         file.parent.mkdir(parents=True, exist_ok=True)

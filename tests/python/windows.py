@@ -27,7 +27,7 @@ SHORT_MS = 300
 
 @dataclass
 class Here:
-    """The device of the tensors, and the settings of the processes."""
+    """The device of the tensors, and the functions of the test kit that run on this device."""
 
     device: torch.device
     init: Callable[..., None]
@@ -36,7 +36,7 @@ class Here:
 
     @property
     def on_cpu(self) -> bool:
-        """Returns true if the failing call itself raises errors."""
+        """Returns true if a failing call itself raises the error; on GPUs a later one does."""
         return self.device.type == "cpu"
 
 
@@ -151,9 +151,9 @@ def kept(
     make: Callable[[], torch.Tensor] | None = None,
     release: Callable[[], object] = lambda: None,
 ) -> None:
-    """Views last when tensors and handles are gone on all ranks, and no later tensor gets their memory.
+    """Views stay valid once all ranks have dropped tensors and handles, and no later tensor gets their memory.
 
-    ``make``: the tensor, if not by ``opened``; ``release``: called once it has a window.
+    ``make``: makes the tensor in place of ``opened``. ``release``: is called once the tensor has a window.
     """
     count = 1 << 20
     tensor = make() if make else opened(here, count)[0]
@@ -276,7 +276,7 @@ def persistent(rank: int, world: int, here: Here) -> None:
         peer = (rank + 1) % world
         assert bool((window.get_buffer(peer, (1000,), torch.float32) == 100 * turn + peer).all())
     window.barrier()
-    # Without a name: the group of the allocation. The window is cached, so rank 0 does not wait for rank 1.
+    # Without a name, the group of the allocation is used. The window is cached, so rank 0 does not wait for rank 1.
     if here.on_cpu and rank == 0:
         assert _SymmetricMemory.rendezvous(tensor).buffer_ptrs == pointers
     dist.barrier()
@@ -293,7 +293,7 @@ def mismatched(rank: int, world: int, here: Here) -> None:
     tensor = symm_mem.empty(1024 if rank else 2048, device=here.device)
     with pytest.raises(torch_symm.SymmMismatchError, match=r"8192 bytes.*4096 bytes"):
         symm_mem.rendezvous(tensor, group_name())
-    # As torch defines it: callers use it to check whether a tensor is symmetric.
+    # As torch defines it, the rendezvous returns None, so that callers can check whether a tensor is symmetric.
     for plain in (torch.zeros(64, device=here.device), torch.empty(0, device=here.device)):
         assert symm_mem.rendezvous(plain, group_name()) is None
     _, window = opened(here, 64)
@@ -323,7 +323,7 @@ def late(rank: int, world: int, here: Here, what: str) -> None:
                 window.put_signal(1, channel=2, timeout_ms=SHORT_MS)
             else:
                 window.barrier(channel=2, timeout_ms=SHORT_MS)
-            # On a GPU a later call reports it.
+            # On a GPU, a later call reports the timeout.
             here.settle()
             window.barrier(channel=5, timeout_ms=SHORT_MS)
         assert time.monotonic() - begun < 5

@@ -28,7 +28,7 @@ from torch_symm.tools.command import count, positive
 def main() -> int:
     options = arguments()
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
-    # Loaded before ranks are forked.
+    # Set before ranks are forked, which inherit it.
     faults.LIMIT = options.limit
     report = Report(options.device)
     start = time.monotonic()

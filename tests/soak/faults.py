@@ -94,7 +94,7 @@ def _end(round: Round, fault: draw.Fault) -> None:
         dist.destroy_process_group()
     else:
         group._get_backend(round.device).shutdown()
-    # It leaves only once its started calls have finished, and other ranks may be late for those.
+    # The victim leaves only once its started calls have finished, for which other ranks may be late.
     round.table.mark(round.rank, STRUCK)
 
 

@@ -79,7 +79,7 @@ class Round:
     def play(self) -> Outcome:
         program, fault = self.program, self.program.fault
         self.table.put(self.rank, PID, os.getpid())
-        # Before any rank may be stopped: it might hold a file lock for which others wait without a limit.
+        # Opened before ranks may be stopped, because others wait without limit for a file lock that such a rank holds.
         store = open_store(program.store, self._place_of_store("first"), self.rank, program.world, self._limit)
         self.table.meet(self.rank, range(program.world), 1)
         failure = self._join(store)

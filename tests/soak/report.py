@@ -53,7 +53,7 @@ class Report:
         return [
             f"{name}: {first[name]} after round {WARM}, {last[name]} after round {len(self.held)}"
             for name, more in FLAT.items()
-            # On GPUs each kind of call loads its kernels.
+            # On GPUs, resident memory also grows by the kernels that each kind of call loads.
             if last[name] > first[name] + more + A_ROUND.get(name, 0) * len(self.held)
             and (name, self.device) != ("resident KiB", "cuda")
         ]

@@ -62,7 +62,7 @@ REWRITES: list[tuple[str, str, str]] = [
 OPTIONAL_REWRITES: list[tuple[str, str]] = [
     # Tests that are unreliable with gloo and nccl.
     (r'unittest\.skipIf\([^"()]*"https://github', 'unittest.skipIf(False, "https://github'),
-    # Gloo's message. Other ranks may leave before the timeout; in both cases the wait has ended.
+    # The text is Gloo's. With symm, other ranks may also leave before the timeout; both errors end the wait.
     (r'"Timed out waiting 1ms"', '"(reached its timeout after|had waited) 0.0"'),
 ]
 

@@ -1,4 +1,4 @@
-"""The training of these programs, the same on every backend, and how they report their results."""
+"""A model and data for the programs in this directory, the same on every backend, and the report of their results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def tell(model: torch.nn.Module, numbers: Iterable[torch.Tensor] = ()) -> None:
     }
     print("told " + json.dumps(told), flush=True)
     if not served:
-        # If a thread of Gloo still holds the last call's tensors while the interpreter exits, it aborts the process
-        # (https://github.com/pytorch/pytorch/pull/179291). Gloo's side therefore exits without the interpreter's
+        # If a thread of Gloo still holds the last call's tensors while the interpreter exits, the process aborts
+        # (https://github.com/pytorch/pytorch/pull/179291). A program on Gloo therefore exits without the interpreter's
         # cleanup.
         atexit.register(os._exit, 0)

@@ -1,4 +1,4 @@
-"""DeepSpeed with the backend's name and each stage of ZeRO: it shards nothing, the optimizer, gradients or weights."""
+"""DeepSpeed with the backend's name. ZeRO shards nothing (stage 0), the optimizer (1), gradients (2), weights (3)."""
 
 import os
 import sys

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-# Only this node, and a long start-up timeout: workers import torch while everything else runs.
+# The cluster is only this node, so authentication is off. Workers may start slowly, because each imports torch.
 os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300"}
 
 import ray

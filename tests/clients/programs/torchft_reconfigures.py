@@ -1,4 +1,4 @@
-"""torchft makes a new group for every quorum; ten lines give it one of symm, by the public constructor."""
+"""torchft makes a new group for every quorum; the class below makes it a group of symm."""
 
 import os
 import sys
