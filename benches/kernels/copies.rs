@@ -22,17 +22,17 @@ const WAYS: &[(&str, Copy)] = &[
 ];
 
 unsafe fn cached(dst: *mut u8, src: *const u8, bytes: usize) {
-    // SAFETY: the caller's contract is this function's.
+    // SAFETY: the caller promises what `copy` requires.
     unsafe { copy(dst, src, bytes, WriteMode::Cached) }
 }
 
 unsafe fn streaming(dst: *mut u8, src: *const u8, bytes: usize) {
-    // SAFETY: the caller's contract is this function's.
+    // SAFETY: the caller promises what `copy` requires.
     unsafe { copy(dst, src, bytes, WriteMode::Streaming) }
 }
 
 unsafe fn memcpy(dst: *mut u8, src: *const u8, bytes: usize) {
-    // SAFETY: the caller's contract is this function's.
+    // SAFETY: the caller promises what `copy_to_nonoverlapping` requires.
     unsafe { src.copy_to_nonoverlapping(dst, bytes) }
 }
 
@@ -149,8 +149,8 @@ fn staged(way: Copy, chunk: usize, chunks: usize) -> f64 {
                     ptr: std::ptr::with_exposed_provenance(slot(of) + part),
                     factor: 1.0,
                 };
-                // SAFETY: the rings outlive the threads; a barrier separates the writes of a slot
-                // from its reads, and two barriers its reads from the next writes.
+                // SAFETY: the rings outlive the threads. There is a barrier between the writes of a
+                // slot and its reads, and there are two between its reads and the next writes.
                 unsafe {
                     way(
                         std::ptr::with_exposed_provenance_mut(slot(rank)),

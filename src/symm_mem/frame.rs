@@ -12,7 +12,8 @@ pub(super) enum HeapFrame {
     /// The first message of the heap that connects: the wanted heap, its own key, the link's number
     /// and its address range.
     Hello {
-        /// Key of the heap that listens: a peer that can name it belongs to a group with it.
+        /// Key of the heap that listens. Only ranks of its groups receive the key, so a peer that
+        /// names it is such a rank.
         to: HeapKey,
         /// Key of the heap that connects.
         from: HeapKey,

@@ -22,7 +22,7 @@ pytestmark = needs_nodes
 
 
 def calls(world: int, count: int) -> dict[str, Callable[[], Any]]:
-    """Calls on tensors of ``count`` numbers."""
+    """Calls on tensors of ``count`` numbers for each rank."""
     mine, wide = torch.ones(count, device=device()), torch.ones(world * count, device=device())
     return {
         "all_reduce": lambda: dist.all_reduce(mine),

@@ -189,7 +189,8 @@ fn scrubbing_leaves_no_word_of_ones_and_every_number() {
         let empties = after.chunks(4).filter(|word| *word == [0xff; 4]).count();
         let scrubs = !matches!(dtype, DType::I32 | DType::F8E4M3FN | DType::F8E4M3FNUZ);
         assert_eq!(empties, if scrubs { 0 } else { words.len().div_ceil(3) }, "{dtype:?}");
-        // A reduction of one rank makes every NaN canonical: the replaced words must still be NaN.
+        // The words that scrubbing replaced must still be NaN. A reduction of one rank, which makes
+        // every NaN canonical, shows this.
         let canonical =
             |bytes: &[u8]| on_cpu(SumOrder::Rank, ReduceOp::Sum, dtype, &[bytes], |_| 1.0);
         assert_eq!(canonical(&after), canonical(&before[0]), "{dtype:?}");

@@ -1,5 +1,5 @@
-//! The limit of 100 ms within which calls must end after an event. The median of several runs of
-//! two ranks must keep it.
+//! Calls end within 100 ms of a deadline, a rejection or an abort. Each test runs two ranks several
+//! times, and compares the median with this limit.
 
 use crate::alone;
 use crate::threads::{barrier, span, with_ranks};

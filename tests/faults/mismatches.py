@@ -190,7 +190,7 @@ def disagree(
     before = [tensor.clone() for tensor in tensors]
     symm, name = stage.side == "symm", f"turn-{turns}"
     dist.barrier()
-    # A failure may overtake the end of a call on another node.
+    # The ranks meet again without the group: the failure could otherwise reach another node before its barrier ends.
     stage.meet(f"begun {name}", rank, range(stage.world))
     if symm and "SUCCESS" not in str(stage.backend.get_error()):
         return Saw(WRONG, "there is an error before there is one")

@@ -57,7 +57,7 @@ def test_groups_of_ranks_here_and_there(rank: int) -> None:
 
 @on_nodes(2, 2)
 def test_ranks_that_list_other_members_are_refused(rank: int) -> None:
-    # Each rank lists a group of both nodes, then one of its own node.
+    # Ranks 0 and 3 each list a group of both nodes, then one of their own node.
     for here, there in (([0, 2], [1, 3]), ([0, 1], [2, 3])):
         if rank in (0, 3):
             with pytest.raises(torch_symm.SymmConfigError) as refused:

@@ -120,7 +120,8 @@ def test_a_dimension_across_nodes_has_the_price_of_the_network() -> None:
         for size in (8, 4096, 1 << 20, 64 << 20):
             assert cost(size, topo, 0) > 3 * cost(size, topo, 1), (cost, size)
     assert [topo.price("all_reduce", 1 << 20, dim)[1] for dim in (0, 1)] == ["two_level", "staged"]
-    # Two ranks of each node share the network link: 6.6 µs, two trips, and a megabyte for each of them.
+    # 6.6 µs for any call, 10 µs for each of two network latencies, and the time for 2 MiB on the link of the node: each
+    # of its two ranks sends 1 MiB.
     fast = dtensor.MeshTopoInfo.build_from_mesh(mesh, network=(12.5, 10.0))
     assert dtensor.allreduce_cost(2**-10, fast, 0) == pytest.approx(6.6 + 20 + 2 * (1 << 20) / 12500)
     assert dtensor.allreduce_cost(2**-10, fast, 1) == dtensor.allreduce_cost(2**-10, topo, 1)

@@ -261,7 +261,7 @@ def layouts_of(collective: str, count: int) -> list[str]:
 
 
 def make(cases: Iterable[tuple[str, Case]]) -> None:
-    """Makes the inputs and results of most cases, for ``cases.shared``."""
+    """Computes the inputs and expected results of most cases, which ranks forked in ``cases.shared`` then inherit."""
     for collective, case in cases:
         case.parts(0)
         for more in range(case.world if collective == "reduce_scatter_uneven" else 1):

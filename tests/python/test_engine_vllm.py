@@ -71,7 +71,7 @@ def test_two_sets_of_tensor_parallel_groups_beside_pipeline_and_data_parallel_on
         assert same_bits(coms[name].all_gather(own, 0), torch.cat(all_))
         fused = operators.all_reduce_add_rms_norm(own, rest, weight, EPS, name)
         assert all(map(same_bits, fused, reference(all_, rest, weight, EPS))), name
-    # Replicas of the model make different numbers of calls, and the stages of a pipeline at different times.
+    # Replicas of the model make different numbers of calls, and nothing synchronises the stages of a pipeline.
     for _ in range(20 * (1 + rank // 4)):
         coms["tp:0"].all_reduce(own)
     for name in ("pp:0", "dp:0"):

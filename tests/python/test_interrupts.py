@@ -49,7 +49,7 @@ WAITS: dict[str, Callable[[Group], object]] = {
 
 
 def once_blocked(number: signal.Signals) -> None:
-    """Sends this process a signal once its main thread has slept for 100 ms, longer than the calls above take."""
+    """Sends this process a signal once its main thread has slept in one place for 100 ms."""
 
     def where() -> tuple[object, ...]:
         frame = sys._current_frames()[threading.main_thread().ident or 0]

@@ -1,4 +1,4 @@
-"""Under torch.compile, in place of torch's operators, and as Inductor's async tensor parallelism."""
+"""Fused matmuls under torch.compile, in place of torch's operators, and as Inductor's async tensor parallelism."""
 
 from __future__ import annotations
 

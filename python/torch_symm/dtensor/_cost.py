@@ -29,8 +29,8 @@ PriceSource: TypeAlias = Literal["auto", "measured", "links", "torch"]
 class MeshTopoInfo:
     """The dimensions of a mesh: ranks, a rank's sending rate in GB/s, and the latency of a trip in µs.
 
-    Made by :meth:`build_from_mesh`, or from the user's own figures, which ``source`` then interprets: ``links`` (bytes
-    and trips of the algorithm that would run) or ``torch`` (torch's formula for a ring).
+    Made by :meth:`build_from_mesh`, or from the user's own figures. With these, ``source`` says which formula gives the
+    prices: ``links`` (bytes and trips of the algorithm that would run) or ``torch`` (torch's formula for a ring).
     """
 
     mesh: DeviceMesh

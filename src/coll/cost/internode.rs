@@ -52,7 +52,8 @@ pub(super) fn spans(mesh: &Mesh) -> Result<Vec<Option<InternodeDim>>> {
     Ok(spans)
 }
 
-/// Returns the link of each dimension, intra-node or network, and their names.
+/// Returns the link of each dimension, intra-node or network, and a sentence for users that names
+/// these links.
 pub(super) fn detected(mesh: &Mesh) -> Result<(Vec<LinkCost>, String)> {
     let (near, far) = match mesh.device {
         DeviceKind::Cpu => (LinkKind::SharedMemory, LinkKind::Sockets),

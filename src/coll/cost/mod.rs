@@ -266,8 +266,8 @@ impl Model {
         self.reference_us
     }
 
-    /// Returns the times of a redistribution's steps in addition to their collectives, if they were
-    /// measured.
+    /// Returns what the steps of a redistribution cost besides their collectives; `None` if that
+    /// was not measured.
     pub fn local(&self) -> Option<RedistributeCosts> {
         self.local
     }

@@ -56,8 +56,8 @@ pub struct MeasuredOn {
     pub command: String,
     /// Load averages before the measurement.
     pub load: Vec<f64>,
-    /// Microseconds of a fixed broadcast, the reference of the calibration, while the times of the
-    /// profile were measured; they identify the state of the node. 0 on GPUs.
+    /// Microseconds of a fixed broadcast, measured together with the times of the profile. A later
+    /// calibration recognises the state of the node by this time. 0 on GPUs.
     #[serde(default)]
     pub reference_us: f64,
 }
@@ -78,7 +78,7 @@ pub struct GroupTimes {
     pub curves: Vec<Curve>,
 }
 
-/// Times of a redistribution's steps in addition to their collectives, as DTensor runs them.
+/// What the steps of a redistribution, as DTensor runs them, cost besides their collectives.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RedistributeCosts {

@@ -36,6 +36,7 @@ pub(super) struct EnqueuedCall {
     pub(super) entries: Range<u64>,
 }
 
+/// The enqueued calls that have not ended, in order, and events for later calls.
 #[derive(Default)]
 struct EnqueuedCalls {
     open: VecDeque<EnqueuedCall>,
@@ -44,7 +45,7 @@ struct EnqueuedCalls {
     idle: bool,
 }
 
-/// The enqueued calls that have not ended, in order.
+/// The state that the watchdog's thread shares with the threads that enqueue calls.
 #[derive(Default)]
 pub(super) struct Watchdog {
     calls: Mutex<EnqueuedCalls>,

@@ -30,7 +30,8 @@ static STATE: PerProcess<Mutex<OobThreadState>> =
     PerProcess::new(|| Mutex::new(OobThreadState::default()));
 
 fn state() -> MutexGuard<'static, OobThreadState> {
-    // `LocalNode` is called outside this lock, and nothing panics half-way under it.
+    // No thread calls `LocalNode` or panics between two changes of the state while it holds this
+    // lock.
     lock(STATE.get())
 }
 

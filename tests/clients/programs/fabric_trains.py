@@ -1,4 +1,4 @@
-"""Lightning Fabric with the backend's name, and a metric of torchmetrics that is summed over the ranks."""
+"""Trains with Lightning Fabric, which gets the backend's name, and sums a metric of torchmetrics over the ranks."""
 
 import sys
 

@@ -73,10 +73,11 @@ class Rhythm:
 
 
 def plan(estimate_us: float, budget_s: float, world: int, least: int, rounds: int) -> Rhythm:
-    """Returns the rhythm of a side whose call takes about ``estimate_us``: ``budget_s``, or at least ``least`` samples.
+    """Returns the rhythm of a side whose call takes about ``estimate_us``.
 
-    A burst is short enough that ``world ** calls`` is far from the largest float, because an all_reduce of a burst sums
-    the result of the one before.
+    It has as many samples as fit in ``budget_s``, but at least ``least`` and at most :data:`MAX_SAMPLES`. A burst has
+    so few calls that ``world ** calls`` is far from the largest float, because each all_reduce sums the result of the
+    one before.
     """
     batch = BATCH if estimate_us < BATCH_BELOW_US else 1
     lead = estimate_us < LEAD_BELOW_US

@@ -151,7 +151,8 @@ struct OffersToSender : OfferedLane {
   }
 };
 
-// The offers that a receiver makes: to the ranks in `handshake.take`, a bit each.
+// The offers that a receiver makes. It may make one to each rank whose bit is set in
+// `handshake.take`.
 struct OffersOfReceiver : OfferedLane {
   u8* const* to;
   const u64* bytes;

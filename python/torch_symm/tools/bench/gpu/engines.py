@@ -23,7 +23,7 @@ SUMMED = (torch.bfloat16, torch.float16, torch.float32)
 
 def vllm(device: torch.device, size: int) -> Side:
     """vLLM's custom all-reduce: ``CustomAllreduce``, as its engine calls it."""
-    # Skip the check, which starts processes: the ranks' GPUs reach each other.
+    # Skips vLLM's check of peer access, which would start processes. The GPUs are assumed to have peer access.
     os.environ.setdefault("VLLM_SKIP_P2P_CHECK", "1")
     module = _imported("vllm.distributed.device_communicators.custom_all_reduce", "vllm")
     make = _attribute(module, "CustomAllreduce", "vllm")

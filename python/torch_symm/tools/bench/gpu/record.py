@@ -96,7 +96,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Absent:
-    """A side that is not available. ``lost``: true if it timed out, hung or ended a process, false if it cannot run."""
+    """A side without times. ``lost``: true if a call timed out or hung, or a process ended; false if it cannot run."""
 
     side: str
     reason: str
