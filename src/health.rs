@@ -192,13 +192,13 @@ mod tests {
     use crate::control::tests::controls;
 
     /// A part of a group that records the failures that are reported to it.
-    struct Part {
+    struct Listener {
         name: &'static str,
         heard: Arc<Mutex<Vec<(&'static str, String)>>>,
         health: Arc<Health>,
     }
 
-    impl FailureListener for Part {
+    impl FailureListener for Listener {
         fn failed(&self, failure: &Error) {
             assert_eq!(
                 self.health.control.failure().as_ref(),
@@ -227,8 +227,9 @@ mod tests {
     #[test]
     fn every_part_hears_of_the_first_failure_once_and_in_its_order() {
         let (health, heard) = (health(), Arc::default());
-        let part =
-            |name| Arc::new(Part { name, heard: Arc::clone(&heard), health: Arc::clone(&health) });
+        let part = |name| {
+            Arc::new(Listener { name, heard: Arc::clone(&heard), health: Arc::clone(&health) })
+        };
         let parts = ["messages", "internode"].map(part);
         parts.iter().for_each(|part| {
             health.listen(Arc::downgrade(&(Arc::clone(part) as Arc<dyn FailureListener>)))
@@ -248,7 +249,8 @@ mod tests {
     #[test]
     fn who_loses_a_connection_hears_that_its_peer_has_left() {
         let (health, heard) = (health(), Arc::default());
-        let internode = Arc::new(Part { name: "internode", heard, health: Arc::clone(&health) });
+        let internode =
+            Arc::new(Listener { name: "internode", heard, health: Arc::clone(&health) });
         health.listen(Arc::downgrade(&(Arc::clone(&internode) as Arc<dyn FailureListener>)));
         assert_eq!(health.cause(0, Duration::ZERO), None);
         assert_eq!(health.cause(1, Duration::MAX), Some(Error::peer("has left")));

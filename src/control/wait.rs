@@ -13,7 +13,7 @@ use std::time::Duration;
 
 /// The purpose of a wait, which decides how the wait fails.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Wait {
+enum WaitPurpose {
     /// The thread waits for data of the missing peers; a timeout fails the group.
     Missing,
     /// The thread waits for data of the missing peers; a timeout fails only this call.
@@ -67,7 +67,7 @@ impl ControlBlock {
         about: &dyn Fn() -> String,
         missing: impl Fn(Rank) -> bool,
     ) -> Result<()> {
-        self.wait(limit, about, missing, Wait::Missing)
+        self.wait(limit, about, missing, WaitPurpose::Missing)
     }
 
     /// Waits like `wait_for_peers`, for a point that no rank passes before all ranks have reached
@@ -80,7 +80,7 @@ impl ControlBlock {
         about: &dyn Fn() -> String,
         missing: impl Fn(Rank) -> bool,
     ) -> Result<()> {
-        self.wait(limit, about, missing, Wait::Together)
+        self.wait(limit, about, missing, WaitPurpose::Together)
     }
 
     /// Waits like `wait_for_peers`, but a timeout fails only this call and not the group.
@@ -90,7 +90,7 @@ impl ControlBlock {
         about: &dyn Fn() -> String,
         missing: impl Fn(Rank) -> bool,
     ) -> Result<()> {
-        self.wait(limit, about, missing, Wait::Alone)
+        self.wait(limit, about, missing, WaitPurpose::Alone)
     }
 
     #[inline]
@@ -99,7 +99,7 @@ impl ControlBlock {
         limit: &CallTimeout,
         about: &dyn Fn() -> String,
         missing: impl Fn(Rank) -> bool,
-        purpose: Wait,
+        purpose: WaitPurpose,
     ) -> Result<()> {
         let most = self.spins();
         for peer in self.peers() {
@@ -126,17 +126,21 @@ impl ControlBlock {
         limit: &CallTimeout,
         about: &dyn Fn() -> String,
         missing: &dyn Fn(Rank) -> bool,
-        purpose: Wait,
+        purpose: WaitPurpose,
     ) -> Result<()> {
         let first_missing = || self.peers().any(missing);
         let (mut turns, mut interrupts) = (0, None::<Interrupts>);
         while first_missing() {
             let trouble = self.trouble(limit, about, missing);
             match trouble.or_else(|| {
-                if purpose == Wait::Together { self.death(limit, about, missing) } else { None }
+                if purpose == WaitPurpose::Together {
+                    self.death(limit, about, missing)
+                } else {
+                    None
+                }
             }) {
                 Some(error)
-                    if purpose == Wait::Alone
+                    if purpose == WaitPurpose::Alone
                         && error.kind == ErrorKind::Timeout
                         && self.failure().is_none() =>
                 {

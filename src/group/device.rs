@@ -3,7 +3,7 @@
 use super::Group;
 use crate::coll::call::{Call, CallSpec, Collective, Span};
 pub use crate::coll::cuda::communicator::CudaTarget;
-use crate::coll::cuda::communicator::{Communicator, Stage};
+use crate::coll::cuda::communicator::{CallStage, Communicator};
 pub use crate::coll::message::DeviceMessage;
 use crate::error::{Error, Result};
 use crate::health::DeviceSlot;
@@ -145,11 +145,11 @@ impl Group {
         // entry in the flight recorder is changed only once.
         let mut begun = None;
         let outcome = communicator.launch(calls, target, timeout, |stage| match stage {
-            Stage::Begins(sequence) => {
+            CallStage::Begins(sequence) => {
                 begun = Some(sequence);
                 next += 1;
             }
-            Stage::Served(algorithm) => {
+            CallStage::Served(algorithm) => {
                 if let Some(sequence) = begun.take() {
                     self.recorder.start_child(next - 1, sequence, algorithm);
                 }

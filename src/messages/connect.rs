@@ -6,7 +6,7 @@
 
 use super::internode::InternodeLinks;
 use super::links::{Traffic, addresses};
-use super::wire::{LinkState, MAX_FRAME_BYTES};
+use super::wire::{LinkPhase, MAX_FRAME_BYTES};
 use super::{MessageTable, Messages};
 use crate::error::Result;
 use crate::lock::unpoisoned;
@@ -136,7 +136,7 @@ impl MessageTable {
     /// Starts the sends that waited for the link with `peer`, which now exists.
     fn connected(&mut self, peer: Rank) -> Result<()> {
         let Some(wire) = self.wire(peer) else { return Ok(()) };
-        wire.phase = LinkState::Open;
+        wire.phase = LinkPhase::Open;
         let waiting: Vec<u64> = self
             .sends
             .iter()

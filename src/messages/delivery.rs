@@ -4,7 +4,7 @@
 
 use super::frame::{Frame, FrameKind};
 use super::matching::{MessageBody, Posted, UnmatchedMessage};
-use super::{ChunkedReceive, MessageTable, Source, reading};
+use super::{ChunkedReceive, MessageTable, PayloadSource, reading};
 use crate::control::ControlBlock;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -45,7 +45,7 @@ impl MessageTable {
                     posted,
                     got: first.len() as u64,
                     requested: 0,
-                    source: Source::Frames,
+                    source: PayloadSource::Frames,
                 };
                 if self.is_internode(from) {
                     // SAFETY: `keep_start` keeps at most the `value` bytes that the offer
@@ -68,7 +68,7 @@ impl MessageTable {
                     && ring.is_readable()
                     && reading::is_quicker(control, ring.peer, bytes)
                 {
-                    stream.source = Source::Memory(value);
+                    stream.source = PayloadSource::Memory(value);
                 }
                 self.streams.insert((from, id), stream);
                 self.send_cts(from)?;
@@ -83,7 +83,7 @@ impl MessageTable {
         let link = self.peers[from.index()].link()?;
         for (&(_, id), stream) in self.streams.range_mut((from, 0)..=(from, u64::MAX)) {
             let bytes = stream.posted.span.bytes as u64;
-            while stream.source == Source::Frames && stream.requested < bytes {
+            while stream.source == PayloadSource::Frames && stream.requested < bytes {
                 let room = link.room((bytes - stream.requested) as usize);
                 if room == 0 {
                     return Ok(());

@@ -2,8 +2,8 @@
 
 use super::peer::Peer;
 use super::ring::RingLink;
-use super::wire::LinkState;
-use super::{ChunkedReceive, MessageTable, Messages, PendingSend, Source};
+use super::wire::LinkPhase;
+use super::{ChunkedReceive, MessageTable, Messages, PayloadSource, PendingSend};
 use crate::completion::FinishedTransfer;
 use crate::control::ControlBlock;
 use crate::dtype::DType;
@@ -180,11 +180,11 @@ impl MessageTable {
         let (what, whom) = match pending.peer.map(|peer| &self.peers[peer.index()]) {
             Some(Peer::Internode(wire)) => {
                 let state = match (&wire.phase, pending.name) {
-                    (LinkState::Idle | LinkState::Connecting, _) => {
+                    (LinkPhase::Idle | LinkPhase::Connecting, _) => {
                         "which has begun no message with it"
                     }
-                    (LinkState::Open | LinkState::Lost(_), "send") => "which did not receive it",
-                    (LinkState::Open | LinkState::Lost(_), _) => "which did not send it",
+                    (LinkPhase::Open | LinkPhase::Lost(_), "send") => "which did not receive it",
+                    (LinkPhase::Open | LinkPhase::Lost(_), _) => "which did not send it",
                 };
                 (pending.about_internode(control), format!("{}, {state}", wire.name))
             }
@@ -231,8 +231,9 @@ impl MessageTable {
         let posted = std::mem::take(&mut self.matching.posted);
         // The memory of a receive into which a thread is reading stays in use until that step ends;
         // the step then fails as well.
-        let being_read =
-            |(_, stream): &(_, ChunkedReceive)| matches!(stream.source, Source::BeingRead(_));
+        let being_read = |(_, stream): &(_, ChunkedReceive)| {
+            matches!(stream.source, PayloadSource::BeingRead(_))
+        };
         let (kept, streams): (BTreeMap<_, _>, BTreeMap<_, _>) =
             std::mem::take(&mut self.streams).into_iter().partition(being_read);
         self.streams = kept;

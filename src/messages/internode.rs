@@ -1,7 +1,7 @@
 //! The state that messages with ranks of other nodes need, and their threads.
 
 use super::links::Links;
-use super::wire::{LinkState, WireLink};
+use super::wire::{LinkPhase, WireLink};
 use super::{MessageTable, Messages};
 use crate::error::{Error, Result};
 use crate::lock::unpoisoned;
@@ -52,23 +52,23 @@ impl MessageTable {
         self.peers
             .iter()
             .filter_map(|peer| peer.wire())
-            .filter(|wire| wire.phase != LinkState::Idle)
+            .filter(|wire| wire.phase != LinkPhase::Idle)
     }
 
     /// Returns the ranks of other nodes with which this rank is not connected.
     pub(super) fn unmet(&self) -> Vec<Rank> {
         let wires = self.peers.iter().filter_map(|peer| peer.wire());
-        wires.filter(|wire| wire.phase == LinkState::Idle).map(|wire| wire.peer).collect()
+        wires.filter(|wire| wire.phase == LinkPhase::Idle).map(|wire| wire.peer).collect()
     }
 }
 
 impl Messages {
     /// Makes this rank connect with `peer`, of another node, once both want a link.
     pub(super) fn meet_once(self: &Arc<Self>, state: &mut MessageTable, peer: Rank) -> Result<()> {
-        if state.wire(peer).is_some_and(|wire| wire.phase == LinkState::Idle) {
+        if state.wire(peer).is_some_and(|wire| wire.phase == LinkPhase::Idle) {
             self.spawn(state, "symm-p2p-peer", move |this, far| this.drive_peer(far, peer))?;
             if let Some(wire) = state.wire(peer) {
-                wire.phase = LinkState::Connecting;
+                wire.phase = LinkPhase::Connecting;
             }
         }
         Ok(())

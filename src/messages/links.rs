@@ -43,21 +43,21 @@ pub type Count = Box<dyn Fn(Rank, usize, usize) + Send + Sync>;
 pub struct Links {
     transports: Arc<dyn Transports>,
     count: Count,
-    links: Mutex<HashMap<Rank, Arc<Link>>>,
+    links: Mutex<HashMap<Rank, Arc<PeerLink>>>,
     /// Peers whose queues are not empty.
     due: Mutex<BTreeSet<Rank>>,
 }
 
 #[derive(Default)]
-struct Link {
+struct PeerLink {
     closed: GivenUp,
-    state: Mutex<LinkState>,
+    state: Mutex<PeerLinkState>,
     /// Held by the thread that passes the queue to the transport, so that the order is kept.
     flushing: Mutex<()>,
 }
 
 #[derive(Default)]
-struct LinkState {
+struct PeerLinkState {
     transport: Option<Arc<dyn Transport>>,
     other: usize,
     /// Transfers that have not been passed to the transport, the oldest first.
@@ -73,12 +73,12 @@ struct LinkState {
 
 /// A transfer that has not been passed to the transport.
 enum Queued {
-    Send(Vec<Part>),
-    Listen(Part),
+    Send(Vec<FramePart>),
+    Listen(FramePart),
 }
 
 /// Bytes of one class of traffic, at the start of a staging buffer.
-struct Part {
+struct FramePart {
     traffic: Traffic,
     bytes: usize,
     staging: Buffer,
@@ -110,12 +110,16 @@ impl Links {
     }
 
     /// Returns the link to `peer`, which may be closed before it is connected.
-    fn link(&self, peer: Rank) -> Arc<Link> {
+    fn link(&self, peer: Rank) -> Arc<PeerLink> {
         Arc::clone(lock(&self.links).entry(peer).or_default())
     }
 
     /// Runs `body` on the link to `peer`, unless it has been closed.
-    fn on_open<T>(&self, peer: Rank, body: impl FnOnce(&mut LinkState) -> Result<T>) -> Result<T> {
+    fn on_open<T>(
+        &self,
+        peer: Rank,
+        body: impl FnOnce(&mut PeerLinkState) -> Result<T>,
+    ) -> Result<T> {
         let link = self.link(peer);
         let mut state = lock(&link.state);
         if link.closed.is_set() {
@@ -126,7 +130,11 @@ impl Links {
     }
 
     /// Queues the transfer that `make` returns.
-    fn queue(&self, peer: Rank, make: impl FnOnce(&mut LinkState) -> Result<Queued>) -> Result<()> {
+    fn queue(
+        &self,
+        peer: Rank,
+        make: impl FnOnce(&mut PeerLinkState) -> Result<Queued>,
+    ) -> Result<()> {
         self.on_open(peer, |link| {
             let queued = make(link)?;
             link.queue.push_back(queued);
@@ -190,7 +198,7 @@ impl Links {
     /// Queues a receive of the peer's next bytes of class `traffic`: at most `bytes` bytes.
     pub(super) fn listen(&self, peer: Rank, traffic: Traffic, bytes: usize) -> Result<()> {
         self.queue(peer, |link| {
-            Ok(Queued::Listen(Part {
+            Ok(Queued::Listen(FramePart {
                 traffic,
                 bytes,
                 staging: link.staged(&*self.transports, bytes)?,
@@ -249,7 +257,7 @@ impl Links {
         let (queue, sends, listening, transport) = {
             let mut state = lock(&link.state);
             link.closed.set();
-            let LinkState { queue, sends, listening, .. } = &mut *state;
+            let PeerLinkState { queue, sends, listening, .. } = &mut *state;
             (
                 std::mem::take(queue),
                 std::mem::take(sends),
@@ -268,7 +276,7 @@ impl Links {
     }
 }
 
-impl Link {
+impl PeerLink {
     /// Passes the queue to the transport. The state is not locked meanwhile, so that other threads
     /// can queue.
     fn flush(&self) -> Result<()> {
@@ -285,7 +293,7 @@ impl Link {
             let transport = transport.ok_or_else(|| Error::peer("there is no connection"))?;
             match next {
                 Queued::Send(parts) => {
-                    let post = |Part { traffic, bytes, staging }| {
+                    let post = |FramePart { traffic, bytes, staging }| {
                         let work = transport.send(
                             other,
                             staging.first(bytes),
@@ -297,7 +305,7 @@ impl Link {
                     let parts = parts.into_iter().map(post).collect::<Result<_>>()?;
                     lock(&self.state).sends.push_back(parts);
                 }
-                Queued::Listen(Part { traffic, bytes, staging }) => {
+                Queued::Listen(FramePart { traffic, bytes, staging }) => {
                     let work =
                         transport.recv(other, staging.first(bytes), traffic as i32, &staging)?;
                     let mut state = lock(&self.state);
@@ -317,7 +325,7 @@ impl Link {
     }
 }
 
-impl LinkState {
+impl PeerLinkState {
     /// Returns staging for `bytes` bytes.
     fn staged(&mut self, transports: &dyn Transports, bytes: usize) -> Result<Buffer> {
         let fits =
@@ -341,7 +349,7 @@ impl LinkState {
         transports: &dyn Transports,
         parts: &[&[u8]],
         traffic: Traffic,
-    ) -> Result<Part> {
+    ) -> Result<FramePart> {
         let bytes = parts.iter().map(|part| part.len()).sum();
         let staging = self.staged(transports, bytes)?;
         let mut to = staging.address;
@@ -350,7 +358,7 @@ impl LinkState {
             unsafe { std::ptr::copy_nonoverlapping(part.as_ptr(), to as *mut u8, part.len()) };
             to += part.len();
         }
-        Ok(Part { traffic, bytes, staging })
+        Ok(FramePart { traffic, bytes, staging })
     }
 }
 

@@ -133,12 +133,12 @@ struct ChunkedReceive {
     got: u64,
     /// Number of bytes that will arrive in frames without another request.
     requested: u64,
-    source: Source,
+    source: PayloadSource,
 }
 
 /// How the rest of a message is transferred.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Source {
+enum PayloadSource {
     /// The sender writes it in frames.
     Frames,
     /// This rank reads it at this address of the sender's memory.

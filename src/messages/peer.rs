@@ -7,8 +7,8 @@ use super::matching::{Matching, MessageBody, Posted, UnmatchedMessage};
 use super::ring::{EAGER_WINDOW, RingLink};
 use super::wire::WireLink;
 use super::{
-    ChunkedReceive, FinishedTransfer, IncompleteFrame, MessageTable, PendingSend, STREAM_BYTES,
-    Source,
+    ChunkedReceive, FinishedTransfer, IncompleteFrame, MessageTable, PayloadSource, PendingSend,
+    STREAM_BYTES,
 };
 use crate::completion::Completion;
 use crate::control::{AwaitedMessage, ControlBlock};
@@ -426,7 +426,7 @@ fn place(
             let end = frame.value + payload.len() as u64;
             let fits = |stream: &&mut ChunkedReceive| {
                 let bytes = stream.posted.span.bytes as u64;
-                stream.source == Source::Frames
+                stream.source == PayloadSource::Frames
                     && (frame.bytes, frame.value) == (bytes, stream.got)
                     && end <= stream.requested
             };

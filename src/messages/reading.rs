@@ -3,7 +3,7 @@
 #![allow(unsafe_code, reason = "copies into the bytes of tensors")]
 
 use super::frame::{Frame, FrameKind};
-use super::{ChunkedReceive, MessageTable, Messages, Source};
+use super::{ChunkedReceive, MessageTable, Messages, PayloadSource};
 use crate::coll::call::Span;
 use crate::control::ControlBlock;
 use crate::control::spin_budget::{PATIENCE, now};
@@ -106,18 +106,19 @@ impl Messages {
 impl MessageTable {
     /// Returns true if a message waits for a thread that reads it.
     pub(super) fn is_reading_due(&self) -> bool {
-        self.streams.values().any(|stream| matches!(stream.source, Source::Memory(_)))
+        self.streams.values().any(|stream| matches!(stream.source, PayloadSource::Memory(_)))
     }
 
     /// Returns the next step, which the caller must read.
     pub(super) fn next_step(&mut self) -> Option<ReadStep> {
         let Self { streams, peers, steps, .. } = self;
         streams.iter_mut().find_map(|(&(from, id), stream)| {
-            let (Source::Memory(addr), Some(ring)) = (stream.source, peers[from.index()].ring())
+            let (PayloadSource::Memory(addr), Some(ring)) =
+                (stream.source, peers[from.index()].ring())
             else {
                 return None;
             };
-            stream.source = Source::BeingRead(addr);
+            stream.source = PayloadSource::BeingRead(addr);
             *steps += 1;
             Some(ReadStep {
                 from,
@@ -156,11 +157,11 @@ impl MessageTable {
             }
             self.streams.insert(
                 (from, id),
-                ChunkedReceive { requested: got as u64, source: Source::Frames, ..stream },
+                ChunkedReceive { requested: got as u64, source: PayloadSource::Frames, ..stream },
             );
             return self.send_cts(from);
         } else if got < step.span.bytes {
-            stream.source = Source::Memory(addr);
+            stream.source = PayloadSource::Memory(addr);
             self.streams.insert((from, id), stream);
         } else {
             if let Some(ring) = self.ring(from) {

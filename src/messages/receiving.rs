@@ -7,7 +7,7 @@ use super::frame::{Frame, FrameKind, WIRE};
 use super::internode::InternodeLinks;
 use super::links::Traffic;
 use super::wire::{
-    Counters, HEADER_BYTES, LinkState, MAX_FRAME_BYTES, Rejection, WireLink, decode, traffic,
+    Counters, HEADER_BYTES, LinkPhase, MAX_FRAME_BYTES, Rejection, WireLink, decode, traffic,
 };
 use super::{MessageTable, Messages};
 use crate::error::{Error, Result};
@@ -162,7 +162,7 @@ impl Messages {
             }
             return;
         }
-        wire.phase = LinkState::Lost(cause.clone());
+        wire.phase = LinkPhase::Lost(cause.clone());
         drop(state);
         far.changed.notify_all();
         // A mismatch (`!broken`) has already ended its message, which is thus no longer urgent.

@@ -26,7 +26,7 @@ const ACK_THRESHOLD: (u64, u64) = (64, EAGER_WINDOW_BYTES / 4);
 
 /// The state of the connection.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum LinkState {
+pub(super) enum LinkPhase {
     /// No message needs it.
     Idle,
     /// It is not created yet, because the peer may not have started a message with this rank.
@@ -105,7 +105,7 @@ pub(super) struct WireLink {
     /// Name of the peer in errors.
     pub(super) name: String,
     links: Arc<Links>,
-    pub(super) phase: LinkState,
+    pub(super) phase: LinkPhase,
     /// The last rejection of the peer, unless it has started a message since, or was asked whether
     /// the rejection still holds.
     pub(super) rejected: Option<Rejection>,
@@ -146,7 +146,7 @@ impl WireLink {
             peer,
             name,
             links,
-            phase: LinkState::Idle,
+            phase: LinkPhase::Idle,
             rejected: None,
             own: None,
             unsent_rejection: false,
@@ -163,11 +163,11 @@ impl WireLink {
 
     /// Returns the reason why the connection has ended, if it has.
     pub(super) fn lost(&self) -> Option<Error> {
-        if let LinkState::Lost(cause) = &self.phase { Some(cause.clone()) } else { None }
+        if let LinkPhase::Lost(cause) = &self.phase { Some(cause.clone()) } else { None }
     }
 
     fn is_open(&self) -> bool {
-        self.phase == LinkState::Open
+        self.phase == LinkPhase::Open
     }
 
     /// Sends `frame`, with the counters of what this rank has read and matched.
@@ -261,9 +261,9 @@ impl Link for WireLink {
 
     fn send(&mut self, frame: Frame, span: Span) -> Result<Option<usize>> {
         match &self.phase {
-            LinkState::Idle | LinkState::Connecting => return Ok(None),
-            LinkState::Lost(cause) => return Err(cause.clone()),
-            LinkState::Open => {}
+            LinkPhase::Idle | LinkPhase::Connecting => return Ok(None),
+            LinkPhase::Lost(cause) => return Err(cause.clone()),
+            LinkPhase::Open => {}
         }
         let room = EAGER_WINDOW_BYTES.saturating_sub(self.short - self.short_matched);
         let unasked =

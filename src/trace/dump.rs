@@ -31,7 +31,7 @@ struct Dump {
     groups: Vec<DumpGroup>,
     calls: Vec<DumpCall>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    totals: Option<totals::Report>,
+    totals: Option<totals::TotalsReport>,
 }
 
 #[derive(Serialize)]

@@ -48,7 +48,7 @@ struct TotalsLine {
 
 /// All counts, as in the dump.
 #[derive(Serialize)]
-pub(super) struct Report {
+pub(super) struct TotalsReport {
     since_ns: Option<u64>,
     lines: Vec<TotalsLine>,
 }
@@ -115,7 +115,7 @@ impl Totals {
     }
 
     /// Returns the counts so far. Calls continue meanwhile.
-    pub(super) fn report(&self, day: WallClock) -> Report {
+    pub(super) fn report(&self, day: WallClock) -> TotalsReport {
         let line = |(index, cell): (usize, &Cell)| {
             let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
             let (op, class) = (index / 2 / CLASSES, index / 2 % CLASSES);
@@ -133,7 +133,7 @@ impl Totals {
             }
         };
         let lines = self.cells.iter().enumerate().map(line).filter(|line| line.calls > 0).collect();
-        Report { since_ns: day.of(self.begun), lines }
+        TotalsReport { since_ns: day.of(self.begun), lines }
     }
 }
 

@@ -153,12 +153,12 @@ mod tests {
     }
 
     /// A rank with its pads, in a group of three.
-    struct Rank {
+    struct PadRank {
         heap: std::sync::Arc<Heap>,
         pads: Pads,
     }
 
-    impl Rank {
+    impl PadRank {
         /// Opens a window while the peers report these numbers, and returns its pad.
         fn open(&mut self, peers: [[u64; REPORTED]; 2]) -> Pad {
             let taken = self.pads.take(&self.heap, BYTES).expect("room");
@@ -169,7 +169,7 @@ mod tests {
 
     #[test]
     fn a_pad_is_free_once_every_rank_has_let_go_however_often_one_says_so() {
-        let mut rank = Rank { heap: of(HOST).expect("the host has one"), pads: Pads::default() };
+        let mut rank = PadRank { heap: of(HOST).expect("the host has one"), pads: Pads::default() };
         let first = rank.open([[0; 4]; 2]);
         assert_eq!(first.number, 1);
         rank.pads.record_dropped(first);

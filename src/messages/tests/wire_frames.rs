@@ -10,7 +10,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::messages::Messages;
 use crate::messages::frame::{self, Frame};
 use crate::messages::links::Links;
-use crate::messages::wire::{Counters, HEADER_BYTES, LinkState, decode};
+use crate::messages::wire::{Counters, HEADER_BYTES, LinkPhase, decode};
 use crate::node_map::NodeMap;
 use crate::rank::Rank;
 use crate::transport::{Buffer, Transport, Work};
@@ -74,7 +74,7 @@ impl Alone {
         let links = Links::new(Arc::new(Alike(sent.clone())), Box::new(|_, _, _| {}));
         links.make(PEER, "0-1", false, Duration::from_secs(1)).expect("made");
         let messages = alone(0, &layout, links, Arc::default());
-        messages.lock().wire(PEER).expect("it is far").phase = LinkState::Open;
+        messages.lock().wire(PEER).expect("it is far").phase = LinkPhase::Open;
         Self { messages, sent }
     }
 

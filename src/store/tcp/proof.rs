@@ -31,18 +31,18 @@ pub type Nonce = [u8; WIDTH];
 /// The side that sends a proof. The proof covers the side, so a proof of one side is not valid for
 /// the other.
 #[derive(Clone, Copy)]
-enum Role {
+enum ProofSide {
     Client,
     Server,
 }
 
-fn mac(secret: &[u8], side: Role, server: &Nonce, client: &Nonce) -> Result<Hmac<Sha256>> {
+fn mac(secret: &[u8], side: ProofSide, server: &Nonce, client: &Nonce) -> Result<Hmac<Sha256>> {
     // HMAC accepts keys of any length.
     let mut mac = Hmac::<Sha256>::new_from_slice(secret)
         .map_err(|error| Error::internal(error.to_string()))?;
     mac.update(match side {
-        Role::Client => b"symm store client",
-        Role::Server => b"symm store server",
+        ProofSide::Client => b"symm store client",
+        ProofSide::Server => b"symm store server",
     });
     mac.update(server);
     mac.update(client);
@@ -50,7 +50,7 @@ fn mac(secret: &[u8], side: Role, server: &Nonce, client: &Nonce) -> Result<Hmac
 }
 
 /// Compares in constant time.
-fn holds(secret: &[u8], side: Role, server: &Nonce, client: &Nonce, proof: &[u8]) -> bool {
+fn holds(secret: &[u8], side: ProofSide, server: &Nonce, client: &Nonce, proof: &[u8]) -> bool {
     mac(secret, side, server, client).is_ok_and(|mac| mac.verify_slice(proof).is_ok())
 }
 
@@ -96,10 +96,10 @@ pub fn admit(
     if hello[8] != 1 {
         return Err(AuthError::Without);
     }
-    if !holds(secret, Role::Client, server, &client, &hello[9 + WIDTH..]) {
+    if !holds(secret, ProofSide::Client, server, &client, &hello[9 + WIDTH..]) {
         return Err(AuthError::Wrong);
     }
-    let proof = mac(secret, Role::Server, server, &client)
+    let proof = mac(secret, ProofSide::Server, server, &client)
         .map_err(|_| AuthError::Wrong)?
         .finalize()
         .into_bytes();
@@ -151,7 +151,7 @@ impl ClientHello {
         let mut hello: [u8; HELLO] =
             fixed(&[&MAGIC[..], &[u8::from(secret.is_some())], &client].concat());
         if let Some(secret) = secret {
-            let proof = mac(secret, Role::Client, &server, &client)?.finalize().into_bytes();
+            let proof = mac(secret, ProofSide::Client, &server, &client)?.finalize().into_bytes();
             hello[9 + WIDTH..].copy_from_slice(&proof);
         }
         Ok((Self { server, client }, hello))
@@ -161,7 +161,7 @@ impl ClientHello {
     /// knows the secret.
     pub fn admitted(&self, admission: &[u8; ADMISSION], secret: Option<&[u8]>) -> Result<()> {
         let proven = secret.is_none_or(|secret| {
-            holds(secret, Role::Server, &self.server, &self.client, &admission[1..])
+            holds(secret, ProofSide::Server, &self.server, &self.client, &admission[1..])
         });
         if admission[0] == 1 && proven {
             Ok(())

@@ -68,7 +68,7 @@ pub struct Communicator {
 
 /// A stage of a call that is being enqueued.
 #[derive(Clone, Copy, Debug)]
-pub enum Stage {
+pub enum CallStage {
     /// The call is the launch with this number.
     Begins(u64),
     /// The algorithm with this name runs the call.
@@ -104,7 +104,7 @@ impl Communicator {
         calls: &[Call<'_>],
         target: CudaTarget,
         timeout: Duration,
-        mut noted: impl FnMut(Stage),
+        mut noted: impl FnMut(CallStage),
     ) -> Result<()> {
         self.enqueue(
             target,
@@ -113,7 +113,7 @@ impl Communicator {
             |communicator, state, stream, channel, context| {
                 for call in calls {
                     state.launched += 1;
-                    noted(Stage::Begins(state.launched));
+                    noted(CallStage::Begins(state.launched));
                     // Made before the call is published, because from then on the other ranks may
                     // decide.
                     let moved = communicator.copy_offer(call);
@@ -122,7 +122,7 @@ impl Communicator {
                     if let Some(offer) = moved {
                         let decision = communicator.copy_decision(call, state.launched, &offer)?;
                         stats::count(Some(call.op), copies::served_as(decision.mode));
-                        noted(Stage::Served(copies::served_as(decision.mode)));
+                        noted(CallStage::Served(copies::served_as(decision.mode)));
                         let context = LaunchContext {
                             common: CommonArgs { call: state.launched, ..context.common },
                             ..context
@@ -134,7 +134,7 @@ impl Communicator {
                     let zero_copy = communicator.zero_copy(call, state.launched, timeout)?;
                     let plan = plan::choose(call, &communicator.conditions(zero_copy));
                     stats::count(Some(call.op), plan.served_as(zero_copy));
-                    noted(Stage::Served(plan.served_as(zero_copy)));
+                    noted(CallStage::Served(plan.served_as(zero_copy)));
                     let reachable = |span| communicator.reachable(span);
                     let symmetric =
                         communicator.symmetric(channel, &reachable).filter(|_| zero_copy);

@@ -93,7 +93,7 @@ mod tests {
     const STREAMS: usize = 6;
 
     #[derive(Clone, Copy, Debug)]
-    enum Call {
+    enum StreamCall {
         /// A collective on a stream of the program.
         Sync(usize),
         /// A collective on the group's stream, called from a stream of the program.
@@ -107,28 +107,30 @@ mod tests {
     /// Model of a device: the calls after which each stream, and the event of each queue, is
     /// ordered.
     #[derive(Default)]
-    struct Device {
+    struct DeviceModel {
         streams: [BTreeSet<usize>; STREAMS],
         events: [BTreeSet<usize>; PLACES],
         /// For each queue, its last call and all calls that precede this call.
         exact: [BTreeSet<usize>; PLACES],
     }
 
-    impl Device {
+    impl DeviceModel {
         /// Enqueues a call as `Communicator::enqueue` does; returns the calls that it is ordered
         /// after, and the calls that it should be ordered after.
         fn run(
             &mut self,
             order: &mut StreamOrder,
             number: usize,
-            call: Call,
+            call: StreamCall,
         ) -> [BTreeSet<usize>; 2] {
             let (from, stream, queues): (usize, usize, &[StreamQueue]) = match call {
-                Call::Sync(from) => (from, from, &[StreamQueue::Collectives]),
-                Call::Async(from) => (from, OWN, &[StreamQueue::Collectives]),
-                Call::Batch(from) => (from, OWN, &[StreamQueue::Sends, StreamQueue::Receives]),
-                Call::Send(from) => (from, SENDS, &[StreamQueue::Sends]),
-                Call::Receive(from) => (from, RECEIVES, &[StreamQueue::Receives]),
+                StreamCall::Sync(from) => (from, from, &[StreamQueue::Collectives]),
+                StreamCall::Async(from) => (from, OWN, &[StreamQueue::Collectives]),
+                StreamCall::Batch(from) => {
+                    (from, OWN, &[StreamQueue::Sends, StreamQueue::Receives])
+                }
+                StreamCall::Send(from) => (from, SENDS, &[StreamQueue::Sends]),
+                StreamCall::Receive(from) => (from, RECEIVES, &[StreamQueue::Receives]),
             };
             let before = self.streams[from].clone();
             self.streams[stream].extend(before);
@@ -157,13 +159,14 @@ mod tests {
         }
     }
 
-    fn calls() -> impl Strategy<Value = Vec<Call>> {
+    fn calls() -> impl Strategy<Value = Vec<StreamCall>> {
         let from = || 0..PROGRAM;
-        let collective = prop_oneof![from().prop_map(Call::Sync), from().prop_map(Call::Async)];
+        let collective =
+            prop_oneof![from().prop_map(StreamCall::Sync), from().prop_map(StreamCall::Async)];
         let transfer = prop_oneof![
-            from().prop_map(Call::Batch),
-            from().prop_map(Call::Send),
-            from().prop_map(Call::Receive)
+            from().prop_map(StreamCall::Batch),
+            from().prop_map(StreamCall::Send),
+            from().prop_map(StreamCall::Receive)
         ];
         prop::collection::vec(prop_oneof![collective, transfer], 1..40)
     }
@@ -171,7 +174,7 @@ mod tests {
     proptest! {
         #[test]
         fn a_call_comes_after_its_queue_and_its_stream_and_nothing_else(calls in calls()) {
-            let (mut device, mut order) = (Device::default(), StreamOrder::default());
+            let (mut device, mut order) = (DeviceModel::default(), StreamOrder::default());
             for (number, &call) in calls.iter().enumerate() {
                 let [after, exact] = device.run(&mut order, number, call);
                 prop_assert_eq!(after, exact, "call {}", number);
