@@ -18,7 +18,7 @@ from torch_symm._torch_compat import new_group
 from torch_symm.launch.messages import in_a_line
 from torch_symm.tools.bench.gpu.clock import GpuClock, HostClock
 from torch_symm.tools.bench.gpu.contenders import GROUP_TIMEOUT
-from torch_symm.tools.bench.gpu.inputs import Call
+from torch_symm.tools.bench.gpu.inputs import GpuCall
 from torch_symm.tools.bench.gpu.rank_sync import Meeting
 
 WITHOUT, FUSED = "without", "fused"
@@ -155,7 +155,7 @@ class Rank:
         steps: dict[str, Step] = {WITHOUT: compiled, FUSED: self.fused}
         steps |= {backend: self.reduced(backend, compiled) for backend in self.groups}
         wanted = [rows.clone() for rows in self.token(self.reduced(PEER[task.device], norm))]
-        ready: dict[str, tuple[Call, torch.cuda.CUDAGraph | None]] = {}
+        ready: dict[str, tuple[GpuCall, torch.cuda.CUDAGraph | None]] = {}
         for side in task.sides:
 
             def prepare(side: str = side) -> str | None:
@@ -196,7 +196,7 @@ class Rank:
         gc.collect()
         return Finished(batch, batch * self.hidden * 2, turns, notes)
 
-    def _call(self, side: str, step: Step, wanted: list[torch.Tensor]) -> Call:
+    def _call(self, side: str, step: Step, wanted: list[torch.Tensor]) -> GpuCall:
         """Returns the call of one token on ``side``; its ``check`` compares the rows with ``wanted``."""
         results: list[torch.Tensor] = []
 
@@ -210,9 +210,9 @@ class Rank:
                     return f"wrong: {name} is off by {off:.3g} of its norm"
             return None
 
-        return Call(lambda: [result.zero_() for result in results], run, check)
+        return GpuCall(lambda: [result.zero_() for result in results], run, check)
 
-    def _again(self, call: Call, graph: torch.cuda.CUDAGraph | None) -> str | None:
+    def _again(self, call: GpuCall, graph: torch.cuda.CUDAGraph | None) -> str | None:
         call.reset()
         (graph.replay if graph is not None else call.run)()
         self.clock.settle()

@@ -18,7 +18,7 @@ from torch_symm._torch_compat import new_group
 from torch_symm.launch.messages import in_a_line
 from torch_symm.tools.bench.gpu.clock import GpuClock, HostClock
 from torch_symm.tools.bench.gpu.contenders import GROUP_TIMEOUT
-from torch_symm.tools.bench.gpu.inputs import Call
+from torch_symm.tools.bench.gpu.inputs import GpuCall
 from torch_symm.tools.bench.gpu.rank_sync import Meeting
 
 #: Calls of a graph, and of a timed loop.
@@ -62,7 +62,7 @@ class Process:
         self.dtype = torch.bfloat16 if task.device == "cuda" else torch.float32
         self.modes = ("graph", "eager") if self.clock.has_graphs else ("eager",)
         self.groups: dict[str, dist.ProcessGroup] = {}
-        self.calls: dict[int, tuple[Call, Any]] = {}
+        self.calls: dict[int, tuple[GpuCall, Any]] = {}
 
     def start(self) -> None:
         """Makes the groups of this engine's sides."""
@@ -146,7 +146,7 @@ class Process:
             return difference(results[0], wanted) if side.checked else None
 
         wanted = unfused(inputs, group).clone()
-        call = Call(lambda: None, run, check)
+        call = GpuCall(lambda: None, run, check)
         run()
         wrong = check(1)
         if wrong is not None:

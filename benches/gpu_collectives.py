@@ -16,8 +16,8 @@ from torch_symm.tools.bench.gpu.calls import OPS, USUAL
 from torch_symm.tools.bench.gpu.contenders import cpu_sides, gpu_sides
 from torch_symm.tools.bench.gpu.engines import all_sides
 from torch_symm.tools.bench.gpu.inputs import RANDOM as DTYPES
-from torch_symm.tools.bench.gpu.launch import PATIENT_SETTINGS, Options, cells, measure
-from torch_symm.tools.bench.gpu.record import Absent, Measured
+from torch_symm.tools.bench.gpu.launch import PATIENT_SETTINGS, GpuOptions, cells, measure
+from torch_symm.tools.bench.gpu.record import GpuAbsent, Measured
 from torch_symm.tools.bench.machine import Gpus, Machine
 from torch_symm.tools.bench.units import parse_size
 from torch_symm.tools.command import count, positive
@@ -39,7 +39,7 @@ class Run:
     world: int
     cells: list[Measured]
     cells_wanted: int
-    absent: list[Absent]
+    absent: list[GpuAbsent]
     seconds: float
     failure: str | None = None
 
@@ -48,7 +48,7 @@ class Run:
         write_json(path, asdict(self))
 
 
-def options_from(arguments: Sequence[str]) -> tuple[Options, Path | None]:
+def options_from(arguments: Sequence[str]) -> tuple[GpuOptions, Path | None]:
     """The options from the command line, and the path of the JSON."""
     parser = argparse.ArgumentParser(
         prog="python benches/gpu_collectives.py",
@@ -94,7 +94,7 @@ def options_from(arguments: Sequence[str]) -> tuple[Options, Path | None]:
         parser.error(str(error))
     if given.host and host.SIZE not in sizes:
         parser.error(f"--host measures {host.SIZE >> 10}K; leave --sizes out")
-    options = Options(
+    options = GpuOptions(
         world=world,
         device=given.device,
         makers=makers,
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str]) -> int:
     total = len(cells(options))
     started = time.monotonic()
     found: list[Measured] = []
-    absent: list[Absent] = []
+    absent: list[GpuAbsent] = []
 
     def write(failure: str | None) -> None:
         if path is not None:
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str]) -> int:
     failure: str | None = None
     try:
         for message in measure(options):
-            if isinstance(message, Absent):
+            if isinstance(message, GpuAbsent):
                 absent.append(message)
                 print(f"left out: {message.side}: {message.reason}", flush=True)
             else:

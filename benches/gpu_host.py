@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch_symm.tools.bench.gpu.inputs import Call, Setting
+from torch_symm.tools.bench.gpu.inputs import GpuCall, Setting
 
 if TYPE_CHECKING:
-    from torch_symm.tools.bench.gpu.contenders import Side
+    from torch_symm.tools.bench.gpu.contenders import GpuSide
     from torch_symm.tools.bench.gpu.record import Cell
 
 SIZE = 64 << 10
 OPS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 
 
-def entrances(at: Setting, cell: Cell, whole: Call, side: Side) -> dict[str, Call]:
+def entrances(at: Setting, cell: Cell, whole: GpuCall, side: GpuSide) -> dict[str, GpuCall]:
     """The synchronous call ``whole`` of ``cell`` on ``side``, and an all-reduce by its other entry points.
 
     * ``host``: ``whole``, which users call, such as ``dist.all_reduce``;
@@ -37,31 +37,31 @@ def entrances(at: Setting, cell: Cell, whole: Call, side: Side) -> dict[str, Cal
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
     options.asyncOp = False
 
-    def entered(allreduce: Callable[..., dist.Work | None]) -> Call:
+    def entered(allreduce: Callable[..., dist.Work | None]) -> GpuCall:
         def run() -> None:
             work = allreduce(tensors, options)
             if work is not None:
                 work.wait()
 
-        return Call(whole.reset, run, whole.check)
+        return GpuCall(whole.reset, run, whole.check)
 
     # The stub of this class lacks the collectives.
     backend: Any = at.group._get_backend(at.inputs.device)
     calls |= {"group": entered(at.group.allreduce), "backend": entered(backend.allreduce)}
     if at.inputs.device.type == "cuda":
-        calls["launch"] = Call(lambda: None, empty_launch(), lambda _calls: None)
+        calls["launch"] = GpuCall(lambda: None, empty_launch(), lambda _calls: None)
     if dist.get_backend(at.group) == "symm":
         calls["operator"] = _operator(at, tensors[0], whole)
     return calls
 
 
-def _operator(at: Setting, tensor: torch.Tensor, whole: Call) -> Call:
+def _operator(at: Setting, tensor: torch.Tensor, whole: GpuCall) -> GpuCall:
     results: list[torch.Tensor] = []
 
     def run() -> None:
         results[:] = [torch.ops.symm.all_reduce(tensor, "sum", at.group.group_name)]
 
-    return Call(whole.reset, run, lambda _calls: at.inputs.compare_sum(results[0]))
+    return GpuCall(whole.reset, run, lambda _calls: at.inputs.compare_sum(results[0]))
 
 
 #: Size of the argument, the same as of the kernels that a short all-reduce launches.

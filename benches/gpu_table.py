@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from gpu_shared import write_table
-from torch_symm.tools.bench.gpu.record import OURS, Figure, Measured
+from torch_symm.tools.bench.gpu.record import OURS, GpuFigure, Measured
 from torch_symm.tools.bench.units import format_size, format_us
 
 HEADINGS = ("dtype", "size")
@@ -87,7 +87,7 @@ def _fields(measured: Measured, ours: Sequence[str], modes: Sequence[str]) -> li
     fields = [cell.dtype if cell.size else "", format_size(cell.size)]
     for mode in modes:
         for side in ours:
-            figure = measured.figures.get(side, Figure())
+            figure = measured.figures.get(side, GpuFigure())
             fields.append(_us(figure.us(mode)))
             if side != "symm":
                 fields.append(_ratio(measured.ratio(side, mode)))

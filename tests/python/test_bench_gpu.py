@@ -29,11 +29,11 @@ from torch_symm.launch.watch import Progress, RankActivity
 from torch_symm.tools.bench.gpu import inputs, launch
 from torch_symm.tools.bench.gpu.calls import OPS
 from torch_symm.tools.bench.gpu.cell import calls_for
-from torch_symm.tools.bench.gpu.contenders import ORDINARY, Maker, Makers, Side, cpu_sides, is_timeout
-from torch_symm.tools.bench.gpu.inputs import Call, Inputs, Setting
-from torch_symm.tools.bench.gpu.launch import Options, cells
+from torch_symm.tools.bench.gpu.contenders import ORDINARY, GpuSide, Maker, Makers, cpu_sides, is_timeout
+from torch_symm.tools.bench.gpu.inputs import GpuCall, Inputs, Setting
+from torch_symm.tools.bench.gpu.launch import GpuOptions, cells
 from torch_symm.tools.bench.gpu.rank import turns_for
-from torch_symm.tools.bench.gpu.record import Cell, Figure, Measured
+from torch_symm.tools.bench.gpu.record import Cell, GpuFigure, Measured
 
 CPU = torch.device("cpu")
 KB, MB = 1 << 10, 1 << 20
@@ -69,7 +69,7 @@ def test_sums_and_copies_are_compared_across_pieces(
 
 def test_cells_are_rounded_up_to_whole_shares() -> None:
     ops = ("all_reduce", "all_gather", "barrier")
-    found = cells(Options(3, "cpu", cpu_sides, ("symm",), ops, ("bf16", "f32"), (KB,), 1, 1))
+    found = cells(GpuOptions(3, "cpu", cpu_sides, ("symm",), ops, ("bf16", "f32"), (KB,), 1, 1))
     assert [(cell.op, cell.dtype, cell.bytes) for cell in found] == [
         ("all_reduce", "bf16", 1024),
         ("all_reduce", "f32", 1024),
@@ -90,12 +90,12 @@ def test_calls_and_turns() -> None:
 
 def test_the_best_peer_is_never_our_own() -> None:
     figures = {
-        "symm": Figure(graph_us=10.0, eager_us=20.0),
-        "symm pool": Figure(graph_us=5.0, eager_us=10.0),
-        "nccl": Figure(graph_us=30.0, eager_us=15.0),
-        "nccl window": Figure(graph_us=20.0, eager_us=30.0, host_us=9.0),
-        "torch one-shot": Figure(note="NotImplementedError: no"),
-        "torch low contention": Figure(graph_us=25.0, eager_us=12.5),
+        "symm": GpuFigure(graph_us=10.0, eager_us=20.0),
+        "symm pool": GpuFigure(graph_us=5.0, eager_us=10.0),
+        "nccl": GpuFigure(graph_us=30.0, eager_us=15.0),
+        "nccl window": GpuFigure(graph_us=20.0, eager_us=30.0, host_us=9.0),
+        "torch one-shot": GpuFigure(note="NotImplementedError: no"),
+        "torch low contention": GpuFigure(graph_us=25.0, eager_us=12.5),
     }
     measured = Measured(Cell("all_reduce", "bf16", 4, KB, KB), 20, figures)
     assert measured.best_peer("graph") == ("nccl window", 20.0)
@@ -111,11 +111,11 @@ def test_the_best_peer_is_never_our_own() -> None:
 
 def test_host_time_is_told_apart() -> None:
     figures = {
-        "symm": Figure(eager_us=20.0, host_us=12.0, group_us=9.0, backend_us=7.5, launch_us=5.0, operator_us=10.0),
-        "nccl": Figure(eager_us=30.0, host_us=25.0, group_us=22.0, backend_us=21.0),
-        "torch two-shot": Figure(eager_us=10.0),
+        "symm": GpuFigure(eager_us=20.0, host_us=12.0, group_us=9.0, backend_us=7.5, launch_us=5.0, operator_us=10.0),
+        "nccl": GpuFigure(eager_us=30.0, host_us=25.0, group_us=22.0, backend_us=21.0),
+        "torch two-shot": GpuFigure(eager_us=10.0),
     }
-    other = {"nccl": Figure(eager_us=30.0, host_us=26.0)}
+    other = {"nccl": GpuFigure(eager_us=30.0, host_us=26.0)}
     cells = [("all_reduce", figures), ("broadcast", other)]
     text = io.StringIO()
     write_tables([Measured(Cell(op, "bf16", 4, 64 * KB, 64 * KB), 20, found) for op, found in cells], text)
@@ -171,19 +171,19 @@ def test_host_times_alone_are_asked_for() -> None:
 def broken(name: str, op: str, run: Callable[[Setting], None], timeout_s: float = 20.0) -> Maker:
     """A side of symm whose rank 1 runs ``run`` instead of ``op``."""
 
-    def build(at: Setting) -> Call:
+    def build(at: Setting) -> GpuCall:
         usual = OPS[op].build(at)
-        return Call(usual.reset, (lambda: run(at)) if at.rank == 1 else usual.run, usual.check)
+        return GpuCall(usual.reset, (lambda: run(at)) if at.rank == 1 else usual.run, usual.check)
 
-    def make(device: torch.device, size: int) -> Side:
+    def make(device: torch.device, size: int) -> GpuSide:
         group = dist.new_group(backend="symm", timeout=timedelta(seconds=timeout_s))
         usual = cpu_sides()["symm"](device, size)
-        return Side(name, group, usual.place, builders={**ORDINARY, op: build}, keep=[usual])
+        return GpuSide(name, group, usual.place, builders={**ORDINARY, op: build}, keep=[usual])
 
     return make
 
 
-def die_when_made(_device: torch.device, _size: int) -> Side:
+def die_when_made(_device: torch.device, _size: int) -> GpuSide:
     if dist.get_rank() == 1:
         os._exit(8)
     raise RuntimeError("not made here either")
@@ -270,7 +270,7 @@ def run_until_it_is_ended(_rank: int, _world: int, path: Path, output: int) -> N
     """Runs the command, which measures two cells and then waits until it is ended."""
     measure = launch.measure
 
-    def two(options: launch.Options) -> Iterator[object]:
+    def two(options: launch.GpuOptions) -> Iterator[object]:
         for number, message in enumerate(measure(options), 1):
             yield message
             while number == 2:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch_symm.tools.bench import cuda
 from torch_symm.tools.bench.gpu import cell, contenders, engines, torch_calls
 from torch_symm.tools.bench.gpu.calls import nccl_barrier
-from torch_symm.tools.bench.gpu.contenders import GroupFailed, Side, UnavailableError
+from torch_symm.tools.bench.gpu.contenders import GpuSide, GroupFailed, UnavailableError
 from torch_symm.tools.bench.gpu.inputs import Inputs, Place, Setting
 from torch_symm.tools.bench.gpu.norm import HIDDEN
 from vllm_doubles import put
@@ -64,7 +64,7 @@ def test_a_torch_without_low_contention_forms_is_named() -> None:
 def test_a_group_that_failed_silently_is_noticed(answer: str) -> None:
     error = "SUCCESS"
     backend = SimpleNamespace(get_error=lambda: f"ErrorType.{error}")
-    side = Side("x", SimpleNamespace(_get_backend=lambda _device: backend), Place(torch.empty(0), torch.empty(0)))
+    side = GpuSide("x", SimpleNamespace(_get_backend=lambda _device: backend), Place(torch.empty(0), torch.empty(0)))
     side.sound(CPU)
     error = answer
     with pytest.raises(GroupFailed, match=answer):
@@ -73,7 +73,7 @@ def test_a_group_that_failed_silently_is_noticed(answer: str) -> None:
 
 @pytest.mark.ranks(1)
 def test_native_groups_answer_as_the_benchmark_reads_it() -> None:
-    Side("symm", dist.group.WORLD, Place(torch.empty(0), torch.empty(0))).sound(CPU)
+    GpuSide("symm", dist.group.WORLD, Place(torch.empty(0), torch.empty(0))).sound(CPU)
     assert str(dist.group.WORLD._get_backend(CPU).get_error()).endswith("SUCCESS")
 
 
@@ -142,14 +142,14 @@ class Flashinfer(types.ModuleType):
             norm_out.copy_(torch.nn.functional.rms_norm(residual_out, (HIDDEN,), rms_gamma, rms_eps))
 
 
-def setting(side: Side, dtype: torch.dtype = torch.float32) -> Setting:
+def setting(side: GpuSide, dtype: torch.dtype = torch.float32) -> Setting:
     inputs = Inputs(dist.get_world_size(), ROWS * HIDDEN, dtype, CPU, seed=5)
     pristine = torch.empty(inputs.count, dtype=dtype)
     inputs.fill(pristine, dist.get_rank())
     return Setting(dist.get_rank(), inputs, pristine, side.group, side.place)
 
 
-def checked(side: Side, op: str, at: Setting) -> None:
+def checked(side: GpuSide, op: str, at: Setting) -> None:
     """Correct results pass; wrong values and a call that does nothing are detected."""
     call = side.builders[op](at)
     call.reset()
@@ -184,7 +184,7 @@ def test_low_contention_forms_are_called_and_checked(monkeypatch: pytest.MonkeyP
     for function in (all_gather, reduce_scatter):
         op = function.__name__
         monkeypatch.setattr(torch.ops.symm_mem, f"_low_contention_{op}", function, raising=False)
-        side = Side(op, dist.group.WORLD, place, builders={op: getattr(torch_calls, f"low_contention_{op}")})
+        side = GpuSide(op, dist.group.WORLD, place, builders={op: getattr(torch_calls, f"low_contention_{op}")})
         checked(side, op, setting(side))
         call, wrong = side.builders[op](setting(side)), 1.0
         call.reset()

@@ -13,7 +13,7 @@ from torch_symm.tools.bench import cuda, with_products
 from torch_symm.tools.bench.gpu import overlap
 from torch_symm.tools.bench.gpu.copies import builders
 from torch_symm.tools.bench.gpu.inputs import Inputs, Place, Setting
-from torch_symm.tools.bench.gpu.record import Absent, Cell, Figure, Measured, Overlap
+from torch_symm.tools.bench.gpu.record import Cell, GpuAbsent, GpuFigure, Measured, Overlap
 from torch_symm.tools.bench.request import Wanted
 
 KB = 1 << 10
@@ -43,8 +43,8 @@ def test_chains_take_about_as_long_as_the_products() -> None:
 
 
 def test_lines_and_records() -> None:
-    found = Figure(overlap=Overlap(200, 7000.0, 8800.0, 14960.0))
-    measured = Measured(CELL, 5, {"symm": found, "nccl": Figure(note="in a graph: lost")})
+    found = GpuFigure(overlap=Overlap(200, 7000.0, 8800.0, 14960.0))
+    measured = Measured(CELL, 5, {"symm": found, "nccl": GpuFigure(note="in a graph: lost")})
     lines = list(with_products.lines(measured, None))
     assert lines[0] == "# all_gather bf16" and lines[1].split()[-1] == "lost"
     assert lines[2].split() == ["16", "MB", "symm", "35.0", "200", "7.00", "8.80", "14.96", "88%"]
@@ -93,8 +93,8 @@ def test_the_command(
 
     def run(rows: list[Wanted], against: list[str], how: cuda.How) -> list[Any]:
         assert [row.size for row in rows] == [16 << 20] and against == ["torch"] and how.calls == 20
-        figure = Figure(overlap=Overlap(200, 7000.0, 8800.0, 14960.0)) if complete else Figure(note="timed out")
-        return [Absent("nccl", "not built"), Measured(CELL, 5, {"symm": figure})]
+        figure = GpuFigure(overlap=Overlap(200, 7000.0, 8800.0, 14960.0)) if complete else GpuFigure(note="timed out")
+        return [GpuAbsent("nccl", "not built"), Measured(CELL, 5, {"symm": figure})]
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(cuda, "run_with_products", run)

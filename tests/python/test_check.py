@@ -16,7 +16,7 @@ from torch_symm.tools.check import command, faults
 from torch_symm.tools.check.cases import LENGTHS, OPS, Case, Covered, blocks
 from torch_symm.tools.check.exercise import Exercise
 from torch_symm.tools.check.faults import FAULTS, RANKS, Told, judged
-from torch_symm.tools.check.rank import Done
+from torch_symm.tools.check.rank import CheckDone
 from torch_symm.tools.check.reference import DTYPES, FACTOR, REDOPS, difference, reduced, served, values
 
 PAIRS = [(redop, dtype) for dtype in DTYPES for redop in REDOPS if served(redop, dtype)]
@@ -108,7 +108,7 @@ def test_a_whole_check_with_faults(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_run_without_time_for_all_calls_does_not_succeed(
     made: int, as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = Done(0, left=900)
+    done = CheckDone(0, left=900)
     for number in range(made):
         case = Case("all_reduce", torch.float32, "SUM", 7 * number, 0)
         done.calls[case.op, 2] += 1

@@ -139,7 +139,7 @@ def test_the_table_of_invariance(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     usual = dict.fromkeys(COLUMNS, 0.0)
     other = {**usual, "lengths": 0.1486, "ranks": None}
     rows = [Row("symm", 2, "float32", dict(usual)), Row("nccl", 2, "float32", other)]
-    found = invariance.Found(0, rows, {sides.VLLM: "not installed"})
+    found = invariance.InvarianceReport(0, rows, {sides.VLLM: "not installed"})
     monkeypatch.setattr(command, "_ran", lambda *given: ([found], ""))
     assert entry.main(["check", "--invariance", "--ranks", "2"]) == 0
     said = capsys.readouterr().out

@@ -241,7 +241,9 @@ def test_the_loss_of_a_model_is_what_its_choice_costs() -> None:
     def plan(us: float, ours: float, torchs: float) -> redistribution.Timed:
         return redistribution.Timed(("a", "b"), us, {"measured": ours, "links": ours, "torch": torchs})
 
-    case = redistribution.Case((4,), 1024, (plan(20.0, 5.0, 1.0), plan(10.0, 4.0, 2.0), plan(10.5, 9.0, 9.0)))
+    case = redistribution.RedistributionCase(
+        (4,), 1024, (plan(20.0, 5.0, 1.0), plan(10.0, 4.0, 2.0), plan(10.5, 9.0, 9.0))
+    )
     assert (redistribution.loss(case, "measured"), redistribution.loss(case, "torch")) == (1.0, 2.0)
     rows = redistribution.summary([case])
     assert rows[-3] == ["all", "measured", "1", "100%", "100%", "0%", "0%"]

@@ -173,7 +173,7 @@ def visited(me: int, world: int) -> tuple[list[float | None], list[int]]:
 
     rank.GpuClock = Clock  # type: ignore[misc, assignment]
     point = Point(world, "all_reduce", 1024)
-    caller = rank._Caller(me, rank.Task(world, "cpu", (point,), 2, 1.0, "", graphs=True), torch.device("cpu"))
+    caller = rank._Caller(me, rank.TuneTask(world, "cpu", (point,), 2, 1.0, "", graphs=True), torch.device("cpu"))
     times = [caller.visit(0, point, budget_s, must=True) for budget_s in (0.3, 0.0)]
     return [*times, caller.visit(0, point, 0.0, must=False)], [each.replays for each in recorded]
 

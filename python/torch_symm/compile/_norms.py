@@ -27,7 +27,7 @@ class Norm(NamedTuple):
     scales: Node | None = None
 
 
-class Found(NamedTuple):
+class NormMatch(NamedTuple):
     """All-reduce, addition and norm: the inputs, and the nodes that the operator's results replace."""
 
     given: Node
@@ -46,7 +46,7 @@ def replace_norms(graph: Graph) -> None:
             _replace(graph, found)
 
 
-def _find(wait: Node, order: dict[Node, int]) -> Found | None:
+def _find(wait: Node, order: dict[Node, int]) -> NormMatch | None:
     reduce = wait.args[0]
     if not calls(wait, collectives.wait_tensor.default) or not calls(reduce, collectives.all_reduce.default):
         return None
@@ -65,7 +65,7 @@ def _find(wait: Node, order: dict[Node, int]) -> Found | None:
             continue
         for norm in _norms_of(added, summed.dtype):
             if all(_comes_before(node, added, order) for node in (norm.weight, norm.scale) if node is not None):
-                return Found(given, residual, str(group), added, norm)
+                return NormMatch(given, residual, str(group), added, norm)
     return None
 
 
@@ -122,7 +122,7 @@ def _weighted(scaled: Node, eps: float, dtype: torch.dtype) -> Iterator[Norm]:
                 yield Norm(weight, eps, rounded[0])
 
 
-def _replace(graph: Graph, found: Found) -> None:
+def _replace(graph: Graph, found: NormMatch) -> None:
     given, residual, group, added, norm = found
     operators: Any = torch.ops.symm
     formers, scale = [norm.rows, added], [] if norm.scale is None else [norm.scale]

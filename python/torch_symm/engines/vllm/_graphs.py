@@ -21,7 +21,7 @@ from torch_symm.engines.vllm._operators import GROUPS
 wrapped = torch.ops.higher_order.auto_functionalized
 
 
-class Found(NamedTuple):
+class GraphMatch(NamedTuple):
     """An addition and norm: its inputs, and the nodes that the operator's results replace, ``None`` for unused ones."""
 
     summed: Any
@@ -50,7 +50,7 @@ def replace_norms(graph: Graph) -> tuple[int, int]:
     return replaced, quantized
 
 
-def _readers() -> dict[Any, Callable[[Node, dict[Node, int]], Found | None]]:
+def _readers() -> dict[Any, Callable[[Node, dict[Node, int]], GraphMatch | None]]:
     """The operators that this vLLM has, and the functions that read their calls."""
     known: list[tuple[Any, str, Any]] = [
         (torch.ops.vllm_ir, "fused_add_rms_norm", _read_norm),
@@ -86,12 +86,12 @@ def _results(node: Node) -> dict[int, Node] | None:
     return found
 
 
-def _read_norm(node: Node, order: dict[Node, int]) -> Found | None:
+def _read_norm(node: Node, order: dict[Node, int]) -> GraphMatch | None:
     given, results = _arguments(node), _results(node)
     if results is None or given.get("variance_size") is not None or not isinstance(given["weight"], Node):
         return None
     rows = results.get(0)
-    found = Found(given["x"], given["x_residual"], given["weight"], given["epsilon"], rows, results.get(1))
+    found = GraphMatch(given["x"], given["x_residual"], given["weight"], given["epsilon"], rows, results.get(1))
     tensor = value(rows)
     if rows is None or tensor is None:
         return found
@@ -101,7 +101,7 @@ def _read_norm(node: Node, order: dict[Node, int]) -> Found | None:
     return _quantized_by_vllm(found, rows, node, order)
 
 
-def _quantized_by_vllm(found: Found, rows: Node, norm: Node, order: dict[Node, int]) -> Found:
+def _quantized_by_vllm(found: GraphMatch, rows: Node, norm: Node, order: dict[Node, int]) -> GraphMatch:
     """Returns ``found``, extended by vLLM's quantization of the normed rows if the rows have no other use."""
     user = next(iter(rows.users), rows)
     if len(rows.users) != 1 or user.target is not wrapped:
@@ -119,21 +119,21 @@ def _quantized_by_vllm(found: Found, rows: Node, norm: Node, order: dict[Node, i
     return found
 
 
-def _read_static(node: Node, order: dict[Node, int]) -> Found | None:
+def _read_static(node: Node, order: dict[Node, int]) -> GraphMatch | None:
     given, results = _arguments(node), _results(node)
     if results is None or not _is_one(given["scale"]) or not _is_fp8(given["result"]):
         return None
     common = given["input"], given["residual"], given["weight"], given["epsilon"]
-    return Found(*common, results.get(1), results.get(2), scale=given["scale"])
+    return GraphMatch(*common, results.get(1), results.get(2), scale=given["scale"])
 
 
-def _read_dynamic(node: Node, order: dict[Node, int]) -> Found | None:
+def _read_dynamic(node: Node, order: dict[Node, int]) -> GraphMatch | None:
     given, results = _arguments(node), _results(node)
     is_limited, has_scales = given["scale_ub"] is not None, results is not None and 2 in results
     if results is None or not has_scales or is_limited or given["residual"] is None or not _is_fp8(given["result"]):
         return None
     common = given["input"], given["residual"], given["weight"], given["epsilon"]
-    return Found(*common, results.get(1), results.get(3), scales=results.get(2))
+    return GraphMatch(*common, results.get(1), results.get(3), scales=results.get(2))
 
 
 def _is_fp8(node: Any) -> bool:
@@ -147,7 +147,7 @@ def _is_one(scale: Any) -> bool:
     return tensor is not None and tensor.dtype == torch.float32 and all(size == 1 for size in tensor.shape)
 
 
-def _group(norm: Node, found: Found, order: dict[Node, int]) -> str | None:
+def _group(norm: Node, found: GraphMatch, order: dict[Node, int]) -> str | None:
     """Returns vLLM's name of the group that sums the rows, if the operator supports them."""
     summed, residual, weight = value(found.summed), value(found.residual), value(found.weight)
     reduce = getattr(torch.ops.vllm, "all_reduce", None)
@@ -163,7 +163,7 @@ def _group(norm: Node, found: Found, order: dict[Node, int]) -> str | None:
     return group if residual.dim() == summed.dim() else None
 
 
-def _replace(graph: Graph, norm: Node, found: Found, group: str) -> None:
+def _replace(graph: Graph, norm: Node, found: GraphMatch, group: str) -> None:
     operators: Any = torch.ops.symm_vllm
     given = _arguments(found.summed)["tensor"]
     target, scale, count = operators.all_reduce_add_rms_norm.default, [], 2

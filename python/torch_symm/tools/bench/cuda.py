@@ -10,10 +10,9 @@ from . import links, machine
 from .gpu.contenders import cpu_sides, sides_with_products
 from .gpu.engines import all_sides
 from .gpu.exact_inputs import IN_PLACE
-from .gpu.launch import PATIENT_SETTINGS, STILL_S, Options, measure
+from .gpu.launch import PATIENT_SETTINGS, STILL_S, GpuOptions, measure
 from .gpu.rank_sync import MAX_TURNS
-from .gpu.record import Absent as GpuAbsent
-from .gpu.record import Cell, Measured
+from .gpu.record import Cell, GpuAbsent, Measured
 from .record import Absent, Figure, Found
 from .request import REDUCING, ROOTED, Wanted
 
@@ -60,7 +59,7 @@ def run(rows: Sequence[Wanted], against: Sequence[str], how: How) -> Iterator[Fo
         if not any(side in known for side in AGAINST.get(name, ())):
             yield Absent(name, f"is not measured on {how.device} tensors")
     world = rows[0].world
-    options = Options(
+    options = GpuOptions(
         world=world,
         device=how.device,
         makers=makers,
@@ -89,7 +88,7 @@ def run_with_products(rows: Sequence[Wanted], against: Sequence[str], how: How) 
     sides = ["symm", "symm pool", "nccl", "copies"] if on_gpus else ["symm"]
     sides += [side for name in against for side in AGAINST.get(name, ()) if side not in sides]
     yield from measure(
-        Options(
+        GpuOptions(
             world=rows[0].world,
             device=how.device,
             makers=sides_with_products if on_gpus else cpu_sides,

@@ -70,7 +70,7 @@ def measure(
         # Longer than the launcher's limit, so that the launcher reports a stall, with the same text for all sides.
         patience = limit_s + 30.0
         deadline = time.monotonic() + seconds if seconds else None
-        task = rank_process.Task(
+        task = rank_process.BenchTask(
             world, tuple(sides), tuple(rows), rendezvous, calls, warmup, checks, bandwidth, patience, deadline
         )
         given = (task, shared, progress, results)

@@ -35,7 +35,7 @@ SIDE_S, LEAST, ROUNDS, SLOW_US = 1.5, 20, 5, 50_000.0
 
 
 @dataclass(frozen=True)
-class Task:
+class BenchTask:
     """The task of all ranks. ``sides``: the tested side first; ``warmup`` untimed calls, ``calls`` timed ones.
 
     ``checks``: number of checked calls. ``bandwidth``: whether to measure plain copies; ``timeout_s``: of the groups.
@@ -73,7 +73,7 @@ def copy_bandwidth(rank: int, shared: SharedTensors) -> float:
     return float(shared.copy_rates.sum(dim=0).max())
 
 
-def main(rank: int, task: Task, shared: SharedTensors, progress: Progress, results: Queue[Message]) -> None:
+def main(rank: int, task: BenchTask, shared: SharedTensors, progress: Progress, results: Queue[Message]) -> None:
     """Entry point of a rank process."""
     groups = join(rank, task.world, task.sides, task.rendezvous, timedelta(seconds=task.timeout_s))
     bandwidth = copy_bandwidth(rank, shared) if task.bandwidth else 0.0
@@ -106,7 +106,7 @@ class _Row:
     def __init__(
         self,
         rank: int,
-        task: Task,
+        task: BenchTask,
         shared: SharedTensors,
         progress: Progress,
         groups: Sequence[dist.ProcessGroup],

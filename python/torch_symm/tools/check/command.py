@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .cases import Covered
     from .faults import Seen
     from .invariance import Row
-    from .rank import Done
+    from .rank import CheckDone
 
 #: Seconds for all cases together; the remaining cases are reported as skipped.
 SECONDS = 45.0
@@ -174,7 +174,7 @@ def _shares(rows: list[Row], found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _check(given: argparse.Namespace, worlds: tuple[int, ...], ops: tuple[str, ...]) -> tuple[list[Done], str]:
+def _check(given: argparse.Namespace, worlds: tuple[int, ...], ops: tuple[str, ...]) -> tuple[list[CheckDone], str]:
     """Returns the findings of each rank, and why the run ended early."""
     from . import rank
 
@@ -198,7 +198,7 @@ def _ran(
     barrier, results, done = ranks.barrier(world), ranks.queue(), []
     with tempfile.TemporaryDirectory(prefix="torch-symm-check-") as folder:
         rendezvous = "symm+" + (Path(folder) / "rendezvous").as_uri()
-        task = rank.Task(worlds, given.device, ops, given.quick, given.seconds, rendezvous)
+        task = rank.CheckTask(worlds, given.device, ops, given.quick, given.seconds, rendezvous)
         try:
             with ranks.started(main, (task, barrier, stop, results), world, warm=True) as started:
                 for message in reported(started, results, world):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from torch_symm.launch.messages import in_a_line
 
-from .rank import GROUP_TIMEOUT, Task
+from .rank import GROUP_TIMEOUT, CheckTask
 from .reference import reduced
 from .sides import TREE, Side, sides
 
@@ -57,7 +57,7 @@ class Row:
 
 
 @dataclass
-class Found:
+class InvarianceReport:
     """The rows of one rank, why sides are missing, and the error that ended its run."""
 
     rank: int
@@ -106,11 +106,11 @@ def merged(ranks: Iterable[list[Row]]) -> list[Row]:
     return sorted(rows.values(), key=lambda row: row.ranks)
 
 
-def main(rank: int, task: Task, _barrier: Barrier, _stop: torch.Tensor, results: Queue[Found]) -> None:
+def main(rank: int, task: CheckTask, _barrier: Barrier, _stop: torch.Tensor, results: Queue[InvarianceReport]) -> None:
     """Entry point of a rank process."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    device, found = torch.device("cpu"), Found(rank)
+    device, found = torch.device("cpu"), InvarianceReport(rank)
     if task.device == "cuda":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)

@@ -26,7 +26,7 @@ MOST = 20
 
 
 @dataclass(frozen=True)
-class Task:
+class CheckTask:
     """The task of all ranks. ``seconds``: the time after which no further block starts."""
 
     worlds: tuple[int, ...]
@@ -38,7 +38,7 @@ class Task:
 
 
 @dataclass
-class Done:
+class CheckDone:
     """The findings of a rank. ``calls`` by operation and size of the group; ``left``: cases not made in time."""
 
     rank: int
@@ -50,11 +50,11 @@ class Done:
     failed: bool = False
 
 
-def main(rank: int, task: Task, barrier: Barrier, stop: torch.Tensor, results: Queue[Done]) -> None:
+def main(rank: int, task: CheckTask, barrier: Barrier, stop: torch.Tensor, results: Queue[CheckDone]) -> None:
     """Entry point of a rank process; rank 0 watches the time and sets ``stop``, which all ranks share."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    deadline, done = time.monotonic() + task.seconds, Done(rank)
+    deadline, done = time.monotonic() + task.seconds, CheckDone(rank)
     device = torch.device(task.device, rank) if task.device == "cuda" else torch.device("cpu")
     if task.device == "cuda":
         torch.cuda.set_device(device)
@@ -87,7 +87,7 @@ def main(rank: int, task: Task, barrier: Barrier, stop: torch.Tensor, results: Q
     results.put(done)
 
 
-def _make(done: Done, block: list[Case], world: int, group: dist.ProcessGroup, device: torch.device) -> None:
+def _make(done: CheckDone, block: list[Case], world: int, group: dist.ProcessGroup, device: torch.device) -> None:
     for case in block:
         try:
             finding = Exercise(case, done.rank, world, group, device).finding()

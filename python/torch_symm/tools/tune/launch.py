@@ -35,7 +35,7 @@ def measure(
     """Returns the visits of each point; ``on_visit`` is called for each.
 
     ``world`` processes visit every point ``visits`` times, at least once, within about ``seconds``. ``profile``
-    overrides the thresholds that would be found. ``graphs``: see :class:`torch_symm.tools.tune.rank.Task`.
+    overrides the thresholds that would be found. ``graphs``: see :class:`torch_symm.tools.tune.rank.TuneTask`.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank failed; its text holds the rank's traceback.
@@ -46,10 +46,10 @@ def measure(
     distinct = tuple(found)
     with tempfile.TemporaryDirectory(prefix="torch-symm-tune-") as folder:
         rendezvous = "symm+" + (Path(folder) / "rendezvous").as_uri()
-        task = rank_process.Task(world, device, distinct, visits, seconds, rendezvous, graphs)
+        task = rank_process.TuneTask(world, device, distinct, visits, seconds, rendezvous, graphs)
         settings = {"SYMM_COST_PROFILE": str(profile)} if profile else {}
         with ranks.started(rank_process.main, (task, results), world, warm=True, settings=settings) as started:
-            for message in reported(started, results, 1, rank_process.Done):
+            for message in reported(started, results, 1, rank_process.TuneDone):
                 if isinstance(message, Visit):
                     found[distinct[message.index]].append(message)
                     on_visit(distinct[message.index], message.us)

@@ -36,7 +36,7 @@ REFERENCE_BYTES, REFERENCE_BATCHES, REFERENCE_CALLS = 512 << 10, 3, 8
 
 
 @dataclass(frozen=True)
-class Task:
+class TuneTask:
     """The task of all ranks. ``seconds``: for all visits together, about.
 
     ``graphs``: calls are captured into CUDA graphs, whose replays are timed, so that the host's time is left out.
@@ -64,14 +64,14 @@ class Visit:
 
 
 @dataclass(frozen=True)
-class Done:
+class TuneDone:
     """The last message."""
 
 
-Message: TypeAlias = Visit | Done
+Message: TypeAlias = Visit | TuneDone
 
 
-def main(rank: int, task: Task, results: Queue[Message]) -> None:
+def main(rank: int, task: TuneTask, results: Queue[Message]) -> None:
     """Entry point of a rank process."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
@@ -96,14 +96,14 @@ def main(rank: int, task: Task, results: Queue[Message]) -> None:
             results.put(Visit(index, us, max(before, after)))
         before = after
     if rank == 0:
-        results.put(Done())
+        results.put(TuneDone())
     dist.destroy_process_group()
 
 
 class _Caller:
     """This rank's groups and tensors."""
 
-    def __init__(self, rank: int, task: Task, device: torch.device) -> None:
+    def __init__(self, rank: int, task: TuneTask, device: torch.device) -> None:
         self._device, self._graphs = device, task.graphs
         self._groups: dict[int, dist.ProcessGroup] = {}
         self._meshes: dict[int, DeviceMesh] = {}

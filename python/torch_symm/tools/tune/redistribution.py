@@ -55,7 +55,7 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Case:
+class RedistributionCase:
     """A redistribution and its plans, the shortest first."""
 
     mesh: tuple[int, ...]
@@ -64,7 +64,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Task:
+class RedistributionTask:
     """The task of all ranks."""
 
     world: int
@@ -76,17 +76,17 @@ class Task:
 
 def measure(
     world: int, device: str, cases: int, profile: Path | None, on_visit: Callable[[Point, float], None]
-) -> list[Case]:
+) -> list[RedistributionCase]:
     """Times every plan of ``cases`` random redistributions.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank failed, for example for lack of a profile.
     """
     results = launched.queue()
-    found: list[Case] = []
+    found: list[RedistributionCase] = []
     with tempfile.TemporaryDirectory(prefix="torch-symm-tune-") as folder:
         rendezvous = "symm+" + (Path(folder) / "rendezvous").as_uri()
-        task = Task(world, device, cases, profile, rendezvous)
+        task = RedistributionTask(world, device, cases, profile, rendezvous)
         settings = {"SYMM_COST_PROFILE": str(profile)} if profile else {}
         with launched.started(main, (task, results), world, warm=True, settings=settings) as started:
             for case in reported(started, results, cases):
@@ -95,7 +95,7 @@ def measure(
     return found
 
 
-def main(rank: int, task: Task, results: Queue[Case]) -> None:
+def main(rank: int, task: RedistributionTask, results: Queue[RedistributionCase]) -> None:
     """Entry point of a rank process."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
@@ -118,11 +118,11 @@ def main(rank: int, task: Task, results: Queue[Case]) -> None:
         if rank == 0:
             texts = [tuple(str(spec.placements) for spec in plan) for plan in specs]
             timed = tuple(itertools.starmap(Timed, zip(texts, times, prices, strict=True)))
-            results.put(Case(tuple(mesh.shape), 4 * math.prod(size), timed))
+            results.put(RedistributionCase(tuple(mesh.shape), 4 * math.prod(size), timed))
     dist.destroy_process_group()
 
 
-def _topo(mesh: DeviceMesh, source: PriceSource, task: Task) -> MeshTopoInfo:
+def _topo(mesh: DeviceMesh, source: PriceSource, task: RedistributionTask) -> MeshTopoInfo:
     sizes = [mesh.size(dim) for dim in range(mesh.ndim)]
     profile = task.profile if source == "measured" else None
     topo = from_prices(mesh, sizes, source, task.world, task.world, profile)
@@ -226,7 +226,7 @@ def _settle(device: str) -> None:
 HEADINGS = ("mesh", "model", "cases", "fastest", f"within {AS_GOOD - 1:.0%}", "median loss", "worst loss")
 
 
-def summary(cases: Sequence[Case]) -> list[list[str]]:
+def summary(cases: Sequence[RedistributionCase]) -> list[list[str]]:
     """Returns rows of a table. Loss: how much longer a model's cheapest plan takes than the fastest."""
     rows = []
     for mesh in [*dict.fromkeys(case.mesh for case in cases), None]:
@@ -240,7 +240,7 @@ def summary(cases: Sequence[Case]) -> list[list[str]]:
     return rows
 
 
-def loss(case: Case, model: str) -> float:
+def loss(case: RedistributionCase, model: str) -> float:
     """Returns the time of the plan that ``model`` finds cheapest, the shortest of equals, over the fastest time."""
     cheapest = min(case.plans, key=lambda plan: plan.prices[model])
     return cheapest.us / min(plan.us for plan in case.plans)

@@ -9,28 +9,28 @@ import torch
 import torch.distributed as dist
 
 from ..pattern import pieces
-from .inputs import POISON, Call, Setting
+from .inputs import POISON, GpuCall, Setting
 from .norm import add_rms_norm
 
 
 @dataclass(frozen=True)
-class Op:
+class GpuOp:
     """One row. ``divided``: the size of a cell is divided among the ranks."""
 
-    build: Callable[[Setting], Call]
+    build: Callable[[Setting], GpuCall]
     divided: bool = False
 
 
-def _all_reduce(at: Setting) -> Call:
+def _all_reduce(at: Setting) -> GpuCall:
     tensor = at.given(at.inputs.count)
-    return Call(
+    return GpuCall(
         lambda: tensor.copy_(at.pristine),
         lambda: dist.all_reduce(tensor, group=at.group),
         lambda calls: at.inputs.compare_sum(tensor, calls=calls),
     )
 
 
-def _all_gather(at: Setting) -> Call:
+def _all_gather(at: Setting) -> GpuCall:
     source, output = at.given(at.share), at.taken(at.share * at.world)
 
     def reset() -> None:
@@ -40,24 +40,24 @@ def _all_gather(at: Setting) -> Call:
     def check(_calls: int) -> str | None:
         return first_finding(at.inputs.compare_copy(part, rank) for rank, part in enumerate(pieces(output, at.share)))
 
-    return Call(reset, lambda: dist.all_gather_into_tensor(output, source, group=at.group), check)
+    return GpuCall(reset, lambda: dist.all_gather_into_tensor(output, source, group=at.group), check)
 
 
-def _reduce_scatter(at: Setting) -> Call:
+def _reduce_scatter(at: Setting) -> GpuCall:
     source, output = at.given(at.share * at.world), at.taken(at.share)
 
     def reset() -> None:
         source.copy_(at.pristine)
         output.fill_(POISON)
 
-    return Call(
+    return GpuCall(
         reset,
         lambda: dist.reduce_scatter_tensor(output, source, group=at.group),
         lambda _calls: at.inputs.compare_sum(output, start=at.rank * at.share),
     )
 
 
-def _all_to_all(at: Setting) -> Call:
+def _all_to_all(at: Setting) -> GpuCall:
     source, output = at.given(at.share * at.world), at.taken(at.share * at.world)
 
     def reset() -> None:
@@ -68,21 +68,21 @@ def _all_to_all(at: Setting) -> Call:
         parts = enumerate(pieces(output, at.share))
         return first_finding(at.inputs.compare_copy(part, rank, at.rank * at.share) for rank, part in parts)
 
-    return Call(reset, lambda: dist.all_to_all_single(output, source, group=at.group), check)
+    return GpuCall(reset, lambda: dist.all_to_all_single(output, source, group=at.group), check)
 
 
-def _broadcast(at: Setting) -> Call:
+def _broadcast(at: Setting) -> GpuCall:
     tensor = at.given(at.inputs.count)
-    return Call(
+    return GpuCall(
         lambda: tensor.copy_(at.pristine) if at.rank == 0 else tensor.fill_(POISON),
         lambda: dist.broadcast(tensor, 0, group=at.group),
         lambda _calls: at.inputs.compare_copy(tensor, 0),
     )
 
 
-def _send_recv(at: Setting) -> Call:
+def _send_recv(at: Setting) -> GpuCall:
     if at.rank > 1:
-        return Call(lambda: None, lambda: None, lambda _calls: None)
+        return GpuCall(lambda: None, lambda: None, lambda _calls: None)
     peer = 1 - at.rank
     source, output = at.given(at.inputs.count), at.taken(at.inputs.count)
 
@@ -98,17 +98,17 @@ def _send_recv(at: Setting) -> Call:
             dist.recv(output, peer, group=at.group)
             dist.send(source, peer, group=at.group)
 
-    return Call(reset, run, lambda _calls: at.inputs.compare_copy(output, peer))
+    return GpuCall(reset, run, lambda _calls: at.inputs.compare_copy(output, peer))
 
 
-def _barrier(at: Setting) -> Call:
+def _barrier(at: Setting) -> GpuCall:
     # Name the device, because the ranks of a group that also serves CPU tensors would otherwise meet on the host.
     device = at.inputs.device
     ids = [device.index] if device.type == "cuda" else None
-    return Call(lambda: None, lambda: dist.barrier(group=at.group, device_ids=ids), lambda _calls: None)
+    return GpuCall(lambda: None, lambda: dist.barrier(group=at.group, device_ids=ids), lambda _calls: None)
 
 
-def nccl_barrier(at: Setting) -> Call:
+def nccl_barrier(at: Setting) -> GpuCall:
     """``dist.barrier``; in a graph only the stream waits: NCCL's wait would block the host and end the capture."""
     ids = [at.inputs.device.index]
 
@@ -120,7 +120,7 @@ def nccl_barrier(at: Setting) -> Call:
         else:
             dist.barrier(group=at.group, device_ids=ids)
 
-    return Call(lambda: None, run, lambda _calls: None)
+    return GpuCall(lambda: None, run, lambda _calls: None)
 
 
 def in_stream_or_host() -> None:
@@ -134,15 +134,15 @@ def first_finding(findings: Iterable[str | None]) -> str | None:
     return next((finding for finding in findings if finding is not None), None)
 
 
-OPS: dict[str, Op] = {
-    "all_reduce": Op(_all_reduce),
-    "all_gather": Op(_all_gather, divided=True),
-    "reduce_scatter": Op(_reduce_scatter, divided=True),
-    "all_to_all": Op(_all_to_all, divided=True),
-    "broadcast": Op(_broadcast),
-    "send_recv": Op(_send_recv),
-    "barrier": Op(_barrier),
-    "all_reduce_add_rms_norm": Op(add_rms_norm),
+OPS: dict[str, GpuOp] = {
+    "all_reduce": GpuOp(_all_reduce),
+    "all_gather": GpuOp(_all_gather, divided=True),
+    "reduce_scatter": GpuOp(_reduce_scatter, divided=True),
+    "all_to_all": GpuOp(_all_to_all, divided=True),
+    "broadcast": GpuOp(_broadcast),
+    "send_recv": GpuOp(_send_recv),
+    "barrier": GpuOp(_barrier),
+    "all_reduce_add_rms_norm": GpuOp(add_rms_norm),
 }
 
 #: The operations that are measured by default.

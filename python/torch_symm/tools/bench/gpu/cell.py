@@ -14,17 +14,17 @@ import torch
 
 from ..ops import DTYPES, OPS
 from . import exact_inputs
-from .contenders import Builder, Side
-from .inputs import Call, Inputs, Setting
+from .contenders import Builder, GpuSide
+from .inputs import GpuCall, Inputs, Setting
 from .process import Entrances, Process
-from .record import Cell, Figure, Measured
+from .record import Cell, GpuFigure, Measured
 
 LARGE = 4 << 20
 MANY_CALLS, FEW_CALLS = 20, 5
 HOST_TURNS = 5
 
 #: A side's call, and its graph if it has one, by the side's number.
-Ready: TypeAlias = dict[int, tuple[Call, torch.cuda.CUDAGraph | None]]
+Ready: TypeAlias = dict[int, tuple[GpuCall, torch.cuda.CUDAGraph | None]]
 
 
 def calls_for(size: int) -> int:
@@ -49,7 +49,7 @@ class CellBench:
         self._pristine = torch.empty(self._inputs.count, dtype=dtype, device=process.device)
         if not exact_inputs.wanted(cell):
             self._inputs.fill(self._pristine, process.rank)
-        self._figures: dict[str, Figure] = {}
+        self._figures: dict[str, GpuFigure] = {}
 
     def measured(self) -> Measured:
         """Measures all sides. Called by all ranks."""
@@ -58,7 +58,7 @@ class CellBench:
             build = self._builder(side)
             if build is None:
                 continue
-            self._figures[side.name] = Figure()
+            self._figures[side.name] = GpuFigure()
             call = self._prepared(number, build)
             if call is not None:
                 graph = self._captured(number, call)
@@ -74,21 +74,21 @@ class CellBench:
                 self._host_times(number, call, self._process.task.entrances)
         return Measured(cell, self._calls, self._figures)
 
-    def _builder(self, side: Side) -> Builder | None:
+    def _builder(self, side: GpuSide) -> Builder | None:
         if not exact_inputs.wanted(self._cell):
             return side.builder(self._cell.op, self._cell.bytes)
         return exact_inputs.builder(self._cell) if side.is_plain else None
 
-    def _figure(self, number: int) -> Figure:
+    def _figure(self, number: int) -> GpuFigure:
         return self._figures[self._process.task.sides[number]]
 
     def _setting(self, number: int) -> Setting:
         side = self._process.sides[number]
         return Setting(self._process.rank, self._inputs, self._pristine, side.group, side.place)
 
-    def _prepared(self, number: int, build: Builder) -> Call | None:
+    def _prepared(self, number: int, build: Builder) -> GpuCall | None:
         """Returns the call, once it has been made and its result checked."""
-        found: list[Call] = []
+        found: list[GpuCall] = []
         task = self._process.task
 
         def once() -> str | None:
@@ -117,7 +117,7 @@ class CellBench:
             self._process.fail(number, self._figure(number), about + error)
         return error is None
 
-    def _captured(self, number: int, call: Call) -> torch.cuda.CUDAGraph | None:
+    def _captured(self, number: int, call: GpuCall) -> torch.cuda.CUDAGraph | None:
         """Returns a graph of the calls that was replayed and checked once."""
         if not self._clock.has_graphs:
             return None
@@ -160,7 +160,7 @@ class CellBench:
                         del ready[number]
                         break
 
-    def _modes(self, call: Call, graph: torch.cuda.CUDAGraph | None) -> dict[str, Callable[[], float]]:
+    def _modes(self, call: GpuCall, graph: torch.cuda.CUDAGraph | None) -> dict[str, Callable[[], float]]:
         """Ways to time the calls of a side, eagerly and in its graph."""
 
         def eager() -> float:
@@ -174,7 +174,7 @@ class CellBench:
 
         return {"eager": eager} if graph is None else {"graph": replayed, "eager": eager}
 
-    def _still_right(self, number: int, call: Call) -> bool:
+    def _still_right(self, number: int, call: GpuCall) -> bool:
         """Returns true if calls in a row give the right result, too."""
 
         def check() -> str | None:
@@ -196,7 +196,7 @@ class CellBench:
             figure.graph_turns = [us / divisor for us in self._meeting.slowest(number, "graph", self._turns)]
             figure.graph_us = statistics.median(figure.graph_turns)
 
-    def _host_times(self, number: int, whole: Call, entrances: Entrances) -> None:
+    def _host_times(self, number: int, whole: GpuCall, entrances: Entrances) -> None:
         side, figure = self._process.sides[number], self._figure(number)
         calls = entrances(self._setting(number), self._cell, whole, side)
         if not calls:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from .inputs import Call
+from .inputs import GpuCall
 
 LEAD_CALLS = 3
 HOST_CALLS = 100
@@ -46,7 +46,7 @@ class GpuClock:
         after.synchronize()
         return float(before.elapsed_time(after)) * 1e3
 
-    def eager_us(self, call: Call, calls: int) -> float:
+    def eager_us(self, call: GpuCall, calls: int) -> float:
         """Returns the time of ``calls`` calls that follow a few others."""
         before, after = _event(), _event()
         for _ in range(LEAD_CALLS):
@@ -58,7 +58,7 @@ class GpuClock:
         after.synchronize()
         return float(before.elapsed_time(after)) * 1e3
 
-    def host_us(self, call: Call) -> float:
+    def host_us(self, call: GpuCall) -> float:
         """Returns the host's time in one of many calls, which the GPU runs later."""
         torch.cuda.synchronize()
         start = time.perf_counter_ns()
@@ -77,7 +77,7 @@ class HostClock(GpuClock):
     def settle(self) -> None:
         """Does nothing, because no call on CPU tensors is pending."""
 
-    def eager_us(self, call: Call, calls: int) -> float:
+    def eager_us(self, call: GpuCall, calls: int) -> float:
         """Returns the time of ``calls`` calls that follow a few others."""
         for _ in range(LEAD_CALLS):
             call.run()
@@ -86,6 +86,6 @@ class HostClock(GpuClock):
             call.run()
         return (time.perf_counter_ns() - start) / 1e3
 
-    def host_us(self, call: Call) -> float:
+    def host_us(self, call: GpuCall) -> float:
         """Returns the time of one of many calls."""
         return self.eager_us(call, HOST_CALLS) / HOST_CALLS

@@ -16,7 +16,7 @@ from torch_symm._torch_compat import new_group
 
 from . import copies, torch_calls
 from .calls import OPS, nccl_barrier
-from .inputs import Call, Place, Setting
+from .inputs import GpuCall, Place, Setting
 
 # A call of the largest size takes milliseconds; NCCL's set-up takes seconds.
 GROUP_TIMEOUT = timedelta(seconds=20)
@@ -25,7 +25,7 @@ ONE_SHOT_LIMIT = 4 << 20
 #: A group that failed this often is not made again.
 MAX_FAILURES = 3
 
-Builder: TypeAlias = Callable[[Setting], Call]
+Builder: TypeAlias = Callable[[Setting], GpuCall]
 Builders: TypeAlias = Mapping[str, Builder]
 
 ORDINARY: Builders = {op: row.build for op, row in OPS.items()}
@@ -46,7 +46,7 @@ class GroupFailed(RuntimeError):
 
 
 @dataclass
-class Side:
+class GpuSide:
     """One side. ``builders``: its operations; ``limit``: the largest size in bytes."""
 
     name: str
@@ -96,7 +96,7 @@ class Side:
             self.group = self.remake()
 
 
-Maker: TypeAlias = Callable[[torch.device, int], Side]
+Maker: TypeAlias = Callable[[torch.device, int], GpuSide]
 #: Returns the makers of the sides by name; a function of a module, so that rank processes can find it.
 Makers: TypeAlias = Callable[[], Mapping[str, Maker]]
 
@@ -115,13 +115,13 @@ def _new(backend: str, device: torch.device) -> dist.ProcessGroup:
 
 
 def _ordinary(backend: str) -> Maker:
-    def make(device: torch.device, size: int) -> Side:
-        return Side(backend, _new(backend, device), _room(device, size), remake=lambda: _new(backend, device))
+    def make(device: torch.device, size: int) -> GpuSide:
+        return GpuSide(backend, _new(backend, device), _room(device, size), remake=lambda: _new(backend, device))
 
     return make
 
 
-def _symm_pool(device: torch.device, size: int) -> Side:
+def _symm_pool(device: torch.device, size: int) -> GpuSide:
     group = _new("symm", device)
     backend = group._get_backend(device)
     if not backend.supports_tensor_alloc(device):
@@ -129,15 +129,15 @@ def _symm_pool(device: torch.device, size: int) -> Side:
     pool = torch.cuda.MemPool(backend.mem_allocator)
     with torch.cuda.use_mem_pool(pool):
         place = _room(device, size)
-    return Side("symm pool", group, place, keep=[pool])
+    return GpuSide("symm pool", group, place, keep=[pool])
 
 
-def _nccl(device: torch.device, size: int) -> Side:
+def _nccl(device: torch.device, size: int) -> GpuSide:
     group = _new("nccl", device)
-    return Side("nccl", group, _room(device, size), builders=NCCL)
+    return GpuSide("nccl", group, _room(device, size), builders=NCCL)
 
 
-def _nccl_window(device: torch.device, size: int) -> Side:
+def _nccl_window(device: torch.device, size: int) -> GpuSide:
     # A separate group, so that a registration that fails does not affect the side "nccl".
     group = _new("nccl", device)
     backend = group._get_backend(device)
@@ -145,13 +145,13 @@ def _nccl_window(device: torch.device, size: int) -> Side:
     with torch.cuda.use_mem_pool(pool):
         place = _room(device, size)
     backend.register_mem_pool(pool, symm=True)  # type: ignore[attr-defined]
-    return Side("nccl window", group, place, builders=NCCL, keep=[pool])
+    return GpuSide("nccl window", group, place, builders=NCCL, keep=[pool])
 
 
 def _torch(name: str, builders: Callable[[Any], Builders], limit: int | None = None) -> Maker:
     """Makes a side for torch's symmetric memory; ``builders`` receive the handle of its rendezvous."""
 
-    def make(device: torch.device, size: int) -> Side:
+    def make(device: torch.device, size: int) -> GpuSide:
         import torch.distributed._symmetric_memory as symmetric
 
         # torch uses only the name and the store of this group, so NCCL never makes a communicator for it.
@@ -159,12 +159,12 @@ def _torch(name: str, builders: Callable[[Any], Builders], limit: int | None = N
         room = symmetric.empty(size if limit is None else min(size, limit), dtype=torch.uint8, device=device)
         handle = symmetric.rendezvous(room, group)
         place = Place(room, room)
-        return Side(name, group, place, builders=builders(handle), limit=limit, keep=[handle])
+        return GpuSide(name, group, place, builders=builders(handle), limit=limit, keep=[handle])
 
     return make
 
 
-def _copies(device: torch.device, size: int) -> Side:
+def _copies(device: torch.device, size: int) -> GpuSide:
     import torch_symm.symm_mem as symm_mem
 
     group = _new("symm", device)
@@ -173,7 +173,9 @@ def _copies(device: torch.device, size: int) -> Side:
     peers = [rank for rank in range(group.size()) if rank != group.rank()]
     sources = [handle.get_buffer(peer, (size,), torch.uint8) for peer in peers]
     place = Place(source, torch.empty(size, dtype=torch.uint8, device=device))
-    return Side("copies", group, place, builders=copies.builders(dict(zip(peers, sources, strict=True))), keep=[handle])
+    return GpuSide(
+        "copies", group, place, builders=copies.builders(dict(zip(peers, sources, strict=True))), keep=[handle]
+    )
 
 
 def _low_contention(_handle: object) -> Builders:

@@ -10,10 +10,10 @@ from functools import partial
 
 import torch
 
-from .inputs import Call, Setting
+from .inputs import GpuCall, Setting
 
 
-def _copies(peers: Mapping[int, torch.Tensor], trips: int, at: Setting) -> Call:
+def _copies(peers: Mapping[int, torch.Tensor], trips: int, at: Setting) -> GpuCall:
     """Copies one share from each peer into its place in the output, ``trips`` times."""
     share = at.share * at.inputs.dtype.itemsize
     pairs = []
@@ -26,10 +26,10 @@ def _copies(peers: Mapping[int, torch.Tensor], trips: int, at: Setting) -> Call:
             for mine, theirs in pairs:
                 mine.copy_(theirs)
 
-    return Call(lambda: None, run, lambda _calls: None)
+    return GpuCall(lambda: None, run, lambda _calls: None)
 
 
-def builders(peers: Mapping[int, torch.Tensor]) -> dict[str, Callable[[Setting], Call]]:
+def builders(peers: Mapping[int, torch.Tensor]) -> dict[str, Callable[[Setting], GpuCall]]:
     """Returns the operations on ``peers``: the bytes of every other rank's ``source``."""
     trips = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
     return {op: partial(_copies, peers, count) for op, count in trips.items()}

@@ -11,8 +11,8 @@ import torch
 
 from torch_symm._torch_compat import new_group
 
-from .contenders import GROUP_TIMEOUT, ONE_SHOT_LIMIT, Maker, Side, UnavailableError, gpu_sides
-from .inputs import POISON, Call, Place, Setting
+from .contenders import GROUP_TIMEOUT, ONE_SHOT_LIMIT, GpuSide, Maker, UnavailableError, gpu_sides
+from .inputs import POISON, GpuCall, Place, Setting
 from .norm import EPS, HIDDEN, add_rms_norm
 
 #: The largest message for which the engines use these kernels, on two H100.
@@ -21,7 +21,7 @@ LIMIT = 64 << 20
 SUMMED = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def vllm(device: torch.device, size: int) -> Side:
+def vllm(device: torch.device, size: int) -> GpuSide:
     """vLLM's custom all-reduce: ``CustomAllreduce``, as its engine calls it."""
     # Skips vLLM's check of peer access, which would start processes. The GPUs are assumed to have peer access.
     os.environ.setdefault("VLLM_SKIP_P2P_CHECK", "1")
@@ -34,7 +34,9 @@ def vllm(device: torch.device, size: int) -> Side:
     if made.disabled:
         raise UnavailableError("vLLM's custom all-reduce disables itself here; its log has the reason")
     builders = {"all_reduce": _out_of_place(made.custom_all_reduce)}
-    return Side("vllm", group, _room(device, size), builders=builders, limit=size, keep=[made], capturing=made.capture)
+    return GpuSide(
+        "vllm", group, _room(device, size), builders=builders, limit=size, keep=[made], capturing=made.capture
+    )
 
 
 def flashinfer(name: str, *, one_shot: bool | None, limit: int = LIMIT) -> Maker:
@@ -43,7 +45,7 @@ def flashinfer(name: str, *, one_shot: bool | None, limit: int = LIMIT) -> Maker
     If ``one_shot`` is ``None``, FlashInfer chooses the algorithm.
     """
 
-    def make(device: torch.device, size: int) -> Side:
+    def make(device: torch.device, size: int) -> GpuSide:
         module = _imported("flashinfer.comm", "flashinfer-python")
         reduce, patterns, create = (
             _attribute(module, each, "flashinfer-python")
@@ -89,7 +91,7 @@ def flashinfer(name: str, *, one_shot: bool | None, limit: int = LIMIT) -> Maker
             "all_reduce": _out_of_place(summed),
             "all_reduce_add_rms_norm": lambda at: add_rms_norm(at, normed),
         }
-        return Side(name, group, _room(device, size), builders=builders, limit=size, keep=[workspaces])
+        return GpuSide(name, group, _room(device, size), builders=builders, limit=size, keep=[workspaces])
 
     return make
 
@@ -132,10 +134,10 @@ def _in_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1, hidden)
 
 
-def _out_of_place(reduce: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Setting], Call]:
+def _out_of_place(reduce: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Setting], GpuCall]:
     """Returns the builder for a function whose result is a new tensor, or ``None`` if it does not take the input."""
 
-    def build(at: Setting) -> Call:
+    def build(at: Setting) -> GpuCall:
         if at.inputs.dtype not in SUMMED:
             raise NotImplementedError(f"it does not sum {at.inputs.dtype}")
         tensor = at.given(at.inputs.count)
@@ -152,6 +154,6 @@ def _out_of_place(reduce: Callable[[torch.Tensor], torch.Tensor | None]) -> Call
                 raise NotImplementedError(f"it does not take {tensor.numel() * tensor.itemsize} bytes")
             results[:] = [result]
 
-        return Call(reset, run, lambda _calls: at.inputs.compare_sum(results[0]))
+        return GpuCall(reset, run, lambda _calls: at.inputs.compare_sum(results[0]))
 
     return build

@@ -7,7 +7,7 @@ from ..ops import OPS as PLACED
 from ..pattern import WrongResult
 from .calls import OPS
 from .contenders import Builder
-from .inputs import RANDOM, Call, Setting
+from .inputs import RANDOM, GpuCall, Setting
 from .record import Cell
 
 #: Operations that torch has in both forms, and that are called in place here.
@@ -25,7 +25,7 @@ def builder(cell: Cell) -> Builder:
     build = in_place if cell.op in IN_PLACE else out_of_place
     assert build is not None, cell.op
 
-    def made(at: Setting) -> Call:
+    def made(at: Setting) -> GpuCall:
         dtype = DTYPES[cell.dtype]
         count = cell.bytes // dtype.itemsize
         work = build(Shape(at.rank, at.world, dtype, count, cell.redop, cell.root, at.inputs.device))
@@ -40,6 +40,6 @@ def builder(cell: Cell) -> Builder:
                 return f"{wrong.count} elements wrong: {wrong}"
             return None
 
-        return Call(work.reset, lambda: work.call(at.group), check)
+        return GpuCall(work.reset, lambda: work.call(at.group), check)
 
     return made

@@ -130,7 +130,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Call:
+class GpuCall:
     """One operation on one side. ``check(k)`` returns the error after ``reset`` and ``k`` of ``run``, or None."""
 
     reset: Callable[[], object]

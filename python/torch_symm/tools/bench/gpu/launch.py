@@ -19,9 +19,9 @@ from ..units import format_size
 from . import rank as rank_process
 from .calls import OPS
 from .contenders import GROUP_TIMEOUT, Makers
-from .process import Entrances, Message, Task
+from .process import Entrances, GpuTask, Message
 from .rank_sync import Meeting
-from .record import Absent, Cell, Measured
+from .record import Cell, GpuAbsent, Measured
 
 # A call whose peer is missing ends after the group's timeout, by itself or by NCCL's watchdog; 25 s are a margin.
 STILL_S = GROUP_TIMEOUT.total_seconds() + 25.0
@@ -38,7 +38,7 @@ PATIENT_SETTINGS = {
 
 
 @dataclass(frozen=True)
-class Options:
+class GpuOptions:
     """The run. ``seconds``: time after which no cell starts; ``still_s``: time without progress after which ranks hang.
 
     ``products``: measures calls while matrix products run (`overlap`).
@@ -62,7 +62,7 @@ class Options:
     products: bool = False
 
 
-def cells(options: Options) -> list[Cell]:
+def cells(options: GpuOptions) -> list[Cell]:
     """Returns the cells, operation by operation and dtype by dtype, from small to large."""
     found = list(options.rows)
     for op in options.ops:
@@ -73,7 +73,7 @@ def cells(options: Options) -> list[Cell]:
     return found
 
 
-def measure(options: Options) -> Iterator[Message]:
+def measure(options: GpuOptions) -> Iterator[Message]:
     """Runs everything, and yields each finding at once. Ends before the last cell when the time is over.
 
     If a rank dies or hangs in a call of one side, that side is reported absent, and new processes continue without it.
@@ -106,16 +106,16 @@ def measure(options: Options) -> Iterator[Message]:
             name = started_sides[doing.side]
             if name in sides:
                 sides.remove(name)
-            yield Absent(name, f"{_place(doing, started_cells)}: {_last_line(error)}", lost=True)
+            yield GpuAbsent(name, f"{_place(doing, started_cells)}: {_last_line(error)}", lost=True)
     raise StalledError("no side is left")
 
 
 def _start(
-    options: Options, meeting: Meeting, sides: Sequence[str], todo: Sequence[Cell], deadline: float
+    options: GpuOptions, meeting: Meeting, sides: Sequence[str], todo: Sequence[Cell], deadline: float
 ) -> Iterator[Message]:
     results = ranks.queue()
     with tempfile.TemporaryDirectory(prefix="torch-symm-bench-") as folder:
-        task = Task(
+        task = GpuTask(
             world=options.world,
             device=options.device,
             makers=options.makers,

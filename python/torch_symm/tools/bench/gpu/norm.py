@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from .inputs import PIECE, POISON, Call, Setting
+from .inputs import PIECE, POISON, GpuCall, Setting
 
 #: Number of elements of a row, if there are enough; the size determines the number of rows.
 HIDDEN = 8192
@@ -46,7 +46,7 @@ def _beside(at: Setting, *size: int, seed: int) -> torch.Tensor:
     return values.uniform_(-1.0, 1.0, generator=generator).to(at.inputs.dtype)
 
 
-def add_rms_norm(at: Setting, kernel: Kernel | None = None) -> Call:
+def add_rms_norm(at: Setting, kernel: Kernel | None = None) -> GpuCall:
     """Builds the call: ``kernel``, the operator on a group of symm, or an all-reduce and Inductor's code.
 
     ``kernel`` takes input, residual and weight, and returns the norm and the new residual.
@@ -90,4 +90,4 @@ def add_rms_norm(at: Setting, kernel: Kernel | None = None) -> Call:
                 return f"{int(wrong.sum())} elements of {name} are wrong"
         return None
 
-    return Call(reset, run, check)
+    return GpuCall(reset, run, check)

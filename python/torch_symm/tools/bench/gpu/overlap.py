@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 import torch
 
 from .cell import CellBench, calls_for
-from .inputs import Call
+from .inputs import GpuCall
 from .process import Process
-from .record import Cell, Figure, Measured, Overlap
+from .record import Cell, GpuFigure, Measured, Overlap
 
 #: Duration in µs of the chain of calls, and of the chain of products.
 CHAIN_US = 7000.0
@@ -101,7 +101,7 @@ class _Loaded(CellBench):
             build = self._builder(side)
             if build is None:
                 continue
-            self._figures[side.name] = Figure()
+            self._figures[side.name] = GpuFigure()
             call = self._prepared(number, build)
             graphs = self._recorded(number, call) if call is not None else None
             if graphs is not None:
@@ -120,13 +120,13 @@ class _Loaded(CellBench):
         return Measured(self._cell, calls_for(self._cell.size), self._figures)
 
     def _timed(self, run: Callable[[], object]) -> float:
-        return self._clock.eager_us(Call(lambda: None, run, lambda _calls: None), 1)
+        return self._clock.eager_us(GpuCall(lambda: None, run, lambda _calls: None), 1)
 
     def _agreed(self, us: float) -> int:
         """Returns the length of a chain of calls, which rank 0 derives from its time for all ranks."""
         return self._meeting.decide(self._process.rank, chain_for(us))
 
-    def _recorded(self, number: int, call: Call) -> Graphs | None:
+    def _recorded(self, number: int, call: GpuCall) -> Graphs | None:
         """Returns the three graphs, after one replay of each."""
         graphs: Graphs = {}
         side = self._process.sides[number]

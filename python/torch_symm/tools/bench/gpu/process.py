@@ -11,18 +11,18 @@ import torch
 from torch_symm.launch.messages import in_a_line
 
 from .clock import GpuClock, HostClock
-from .contenders import Makers, Side, UnavailableError, is_timeout
-from .inputs import Call, Setting
+from .contenders import GpuSide, Makers, UnavailableError, is_timeout
+from .inputs import GpuCall, Setting
 from .rank_sync import Meeting
-from .record import Absent, Cell, Figure, Measured
+from .record import Cell, GpuAbsent, GpuFigure, Measured
 
-Message: TypeAlias = Absent | Measured
+Message: TypeAlias = GpuAbsent | Measured
 #: A function of a module that returns the calls whose host time is measured, by the level at which they enter.
-Entrances: TypeAlias = Callable[[Setting, Cell, Call, Side], Mapping[str, Call]]
+Entrances: TypeAlias = Callable[[Setting, Cell, GpuCall, GpuSide], Mapping[str, GpuCall]]
 
 
 @dataclass(frozen=True)
-class Task:
+class GpuTask:
     """The task of all ranks. ``seconds``: a run that is late gets few turns, and ends when the time is over.
 
     ``products``: the calls are measured while matrix products run.
@@ -47,16 +47,16 @@ class Process:
     """One rank. All ranks call its methods in the same order. ``sides`` are keyed by their index in the task."""
 
     def __init__(
-        self, rank: int, device: torch.device, task: Task, meeting: Meeting, report: Callable[[Message], object]
+        self, rank: int, device: torch.device, task: GpuTask, meeting: Meeting, report: Callable[[Message], object]
     ) -> None:
         """``report`` receives the findings; one rank sends them to the launcher."""
         self.rank, self.device, self.task, self.meeting = rank, device, task, meeting
         self.clock = GpuClock() if device.type == "cuda" else HostClock()
-        self.sides: dict[int, Side] = {}
+        self.sides: dict[int, GpuSide] = {}
         self.cell: int | None = None
         self._report = report
         # Sides whose groups have failed are kept, because dropping them may block.
-        self._given_up: list[Side] = []
+        self._given_up: list[GpuSide] = []
 
     def together(self, side: int, body: Callable[[], str | None]) -> str | None:
         """Runs ``body`` on every rank; returns the error of one rank on all: the result of ``body`` or an exception.
@@ -76,7 +76,7 @@ class Process:
         self.meeting.progress.enter(self.rank, self.cell, None)
         return next((error for error in errors if is_timeout(error)), errors[0] if errors else None)
 
-    def settle(self, side: Side) -> None:
+    def settle(self, side: GpuSide) -> None:
         """Returns once the device has finished everything.
 
         Raises:
@@ -90,24 +90,24 @@ class Process:
         makers = self.task.makers()
         room = max(cell.bytes for cell in self.task.cells) or 16
         for number, name in enumerate(self.task.sides):
-            found: list[Side] = []
+            found: list[GpuSide] = []
 
-            def make(name: str = name, found: list[Side] = found) -> None:
+            def make(name: str = name, found: list[GpuSide] = found) -> None:
                 found.append(makers[name](self.device, room))
 
             error = self.together(number, make)
             if error is None:
                 self.sides[number] = found[0]
             else:
-                self._report(Absent(name, error))
+                self._report(GpuAbsent(name, error))
 
-    def fail(self, number: int, figure: Figure, error: str) -> None:
+    def fail(self, number: int, figure: GpuFigure, error: str) -> None:
         """Notes ``error``. A side is abandoned after a timeout; if its group may have ended, it gets a new group."""
         figure.note = error if figure.note is None else f"{figure.note}; {error}"
         side = self.sides[number]
         if is_timeout(error):
             self._given_up.append(self.sides.pop(number))
-            self._report(Absent(side.name, f"given up: {error}", lost=True))
+            self._report(GpuAbsent(side.name, f"given up: {error}", lost=True))
         elif not error.startswith(("NotImplementedError", "wrong", "in a graph")):
             lost = self.together(number, lambda: side.failed())
             figure.note += f"; no new group: {lost}" if lost else ""

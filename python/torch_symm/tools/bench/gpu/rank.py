@@ -13,7 +13,7 @@ import torch.distributed as dist
 from . import overlap
 from .cell import measure
 from .contenders import GROUP_TIMEOUT
-from .process import Message, Process, Task
+from .process import GpuTask, Message, Process
 from .rank_sync import Meeting
 
 FEW_TURNS = 3
@@ -30,7 +30,7 @@ def turns_for(wanted: int, elapsed: float, budget: float, done: int, total: int)
     return min(wanted, FEW_TURNS) if behind else wanted
 
 
-def main(rank: int, task: Task, meeting: Meeting, results: Queue[Message]) -> None:
+def main(rank: int, task: GpuTask, meeting: Meeting, results: Queue[Message]) -> None:
     """Entry point of a rank process."""
     started = time.monotonic()
     torch.set_num_threads(1)

@@ -51,7 +51,7 @@ class Overlap:
 
 
 @dataclass
-class Figure:
+class GpuFigure:
     """One side in one cell: µs per call, the median over turns, and the turns. ``note``: why a figure is missing.
 
     ``host_us``, ``group_us`` and ``backend_us``: the host's time in a call, by the level at which it is entered;
@@ -81,7 +81,7 @@ class Measured:
 
     cell: Cell
     calls: int
-    figures: dict[str, Figure]
+    figures: dict[str, GpuFigure]
 
     def best_peer(self, mode: str) -> tuple[str, float] | None:
         """The fastest side that is not ours, and its µs."""
@@ -95,7 +95,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Absent:
+class GpuAbsent:
     """A side without times. ``lost``: true if a call timed out or hung, or a process ended; false if it cannot run."""
 
     side: str
