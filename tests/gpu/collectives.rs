@@ -365,8 +365,8 @@ fn every_kernel(device: &Device) {
         let mut group = Group::new(device, n);
         let mut served = HashMap::<&str, u32>::new();
         let mut seed = 1;
-        // No call is zero-copy, or symmetric memory holds the tensors of all ranks, of no rank, or of
-        // every second rank.
+        // No call is zero-copy, or symmetric memory holds the tensors of all ranks, of no rank, or
+        // of every second rank.
         let lengths: [usize; 5] = [1, 37, 1500, 9000, 70_001];
         for symmetric in [None, Some((1 << n) - 1), Some(0), Some(0b1010_1010)] {
             group.symmetric = symmetric;
