@@ -57,6 +57,13 @@ impl Buffer {
     pub fn first(&self, bytes: usize) -> Span {
         Span { addr: self.address, bytes }
     }
+
+    /// Allocates a buffer in the memory of this process.
+    #[cfg(test)]
+    pub(crate) fn in_host_memory(bytes: usize) -> Self {
+        let mut memory = vec![0xeeu8; bytes];
+        Self { address: memory.as_mut_ptr().addr(), owner: Arc::new(memory), bytes }
+    }
 }
 
 /// How a transfer starts.

@@ -51,18 +51,10 @@ impl InternodeExecutor<'_> {
         if given == 0 { 0 } else { FACTOR_BYTES + given }
     }
 
-    /// Returns true if each node sends the sum of its ranks' records, not the records.
-    pub(super) fn sums_records(&self) -> bool {
-        matches!(
-            self.call.op,
-            Collective::AllReduce | Collective::Reduce | Collective::ReduceScatter
-        )
-    }
-
     /// Returns true if the data of each rank and the data that each node sends fit into a slot;
     /// they are then exchanged with the headers.
     pub(super) fn is_short(&self) -> bool {
-        if self.sums_records() {
+        if self.call.op.reduces() {
             // Every rank of a reduction contributes the same number of bytes.
             return self.record_bytes(self.rank).max(self.partial_bytes()) <= INLINE_BYTES;
         }
@@ -139,7 +131,7 @@ impl InternodeExecutor<'_> {
             },
         );
         let room = &mut slot[CallHeader::BYTES..];
-        if self.sums_records() {
+        if self.call.op.reduces() {
             let given: Vec<_> = records.flatten().map(factor_and_data).collect();
             return self.sum_records(&given, &mut room[..self.partial_bytes()]);
         }

@@ -24,7 +24,7 @@ impl InternodeExecutor<'_> {
 
     /// Writes the outputs of a short call.
     pub(super) fn take_short(&self, slots: &NodeSlots) {
-        let records = if self.sums_records() { Vec::new() } else { slots.records(self) };
+        let records = if self.call.op.reduces() { Vec::new() } else { slots.records(self) };
         let given =
             |rank: Rank| span(records[self.node_map.node_of(rank)][self.node_map.local_rank(rank)]);
         let (outputs, root, me) = (&self.call.outputs, self.call.root, self.rank.index());

@@ -155,8 +155,8 @@ impl Messages {
         let Some(wire) = state.wire(peer) else { return };
         if let Some(first) = wire.lost() {
             drop(state);
-            // Both directions report the end of a connection. If no message waits, the peer has
-            // left, which is no failure.
+            // Both directions report the end of a connection. The group fails only if a message
+            // waits for the peer; otherwise the peer has left.
             if is_urgent {
                 self.health.fail(first);
             }

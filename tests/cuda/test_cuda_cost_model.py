@@ -42,10 +42,8 @@ def named(rank: int, world: int) -> list[tuple[str, int, str, dict[str, int]]]:
             call()
             settle()
             after = torch_symm.stats().get(op, {})
-            served = {
-                name: times - before.get(name, 0) for name, times in after.items() if times != before.get(name, 0)
-            }
-            served = {name: times for name, times in served.items() if times}
+            counted = {name: times - before.get(name, 0) for name, times in after.items()}
+            served = {name: times for name, times in counted.items() if times}
             found.append((op, size, topo.price(op, whole.nbytes, 0)[1], served))
     return found
 

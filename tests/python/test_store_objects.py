@@ -26,7 +26,7 @@ def master(port: int, *arguments: object, **options: object) -> TCPStore:
     return TCPStore("localhost", port, *arguments, is_master=True, **options)  # type: ignore[arg-type, misc]
 
 
-#: Calls that fail, given an empty folder; the error and its text.
+#: Each row has a call that fails and is given an empty folder, the error, and its text.
 REFUSED: list[tuple[Callable[[Path], object], type[Exception], str]] = [
     (lambda _: master(-1), ValueError, "port must have value from 0 to 65535 but was -1"),
     (lambda _: master(65_536), ValueError, "port must have value from 0 to 65535 but was 65536"),

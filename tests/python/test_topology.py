@@ -21,7 +21,7 @@ PAIRS = [[0, 4, 0, 0], [4, 0, 0, 0], [0, 0, 0, 4], [0, 0, 4, 0]]
 
 
 def describe(file: Path, links: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Makes ``file`` the topology of the ranks, each of which reads it only once."""
+    """Makes ``file`` the topology of the ranks. Each rank reads it only once."""
     file.write_text(json.dumps({"gpus": len(links), "links": links, "p2p": True}))
     monkeypatch.setenv("SYMM_TOPOLOGY_FILE", str(file))
     return file

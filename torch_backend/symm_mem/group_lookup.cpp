@@ -89,8 +89,8 @@ std::shared_ptr<Side> side_of(const std::string& info) {
 }
 
 // Returns options with the group's timeout and global ranks. They come from the first backend that
-// has options, because all backends of a group have the same. If none has options, returns the
-// defaults.
+// has options, because all backends of a group have the same. If no backend has options, returns
+// the defaults.
 c10::intrusive_ptr<Options> options_beside(const TorchGroup& torch_group) {
   auto options = c10::make_intrusive<Options>();
   for (const auto device : torch_group->getDeviceTypes()) {

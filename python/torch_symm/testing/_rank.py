@@ -21,8 +21,9 @@ from typing import Any
 
 #: Number of calls of each rank in a report.
 CALLS = 4
-#: For how many seconds a rank with groups of Gloo waits for the others before it leaves.
-LEAVE_S = 5.0
+#: The barrier at which a rank with groups of Gloo waits for the others before it leaves, and for how many seconds. A
+#: rank that has ended counts as arrived.
+LEAVING, LEAVE_S = "leave the case", 5.0
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 _here: tuple[int, int, Path] | None = None
@@ -111,12 +112,17 @@ def barrier(name: str, timeout: float = 30.0) -> None:
         RuntimeError: this process is not a rank of a test.
     """
     rank, world_size, folder = place()
-    (folder / f"meet-{name}-{rank}").touch()
+    arrival(folder, name, rank).touch()
     deadline = time.monotonic() + timeout
-    while absent := [r for r in range(world_size) if not (folder / f"meet-{name}-{r}").exists()]:
+    while absent := [r for r in range(world_size) if not arrival(folder, name, r).exists()]:
         if time.monotonic() > deadline:
             raise TimeoutError(f"ranks {absent} did not come to {name!r} within {timeout} s")
         time.sleep(0.002)
+
+
+def arrival(folder: Path, name: str, rank: int) -> Path:
+    """Returns the file that exists once ``rank`` has come to the barrier ``name``."""
+    return folder / f"meet-{name}-{rank}"
 
 
 def dies_with(parent: int) -> None:
@@ -197,26 +203,14 @@ def _run(order: Order, rank: int) -> Outcome:
         value = order.body(rank, order.world_size)
         if dist.is_initialized():
             if any("gloo" in backends for backends in dist.distributed_c10d._world.pg_backend_config.values()):
-                _wait_for_others(order, rank)
+                # Gloo creates a group without a barrier at the end. If this rank left before another had connected to
+                # all ranks, the other's `new_group` would fail with "Connection closed by peer".
+                with contextlib.suppress(TimeoutError):
+                    barrier(LEAVING, LEAVE_S)
             dist.destroy_process_group()
         return Outcome("passed", value=value)
     except BaseException as error:
         return _of(error, order, time.monotonic())
-
-
-def _wait_for_others(order: Order, rank: int) -> None:
-    """Returns once each rank has called this or ended, or ``LEAVE_S`` later, which is no error.
-
-    Gloo creates a group without a barrier at the end. If one rank left before another had connected to all ranks, the
-    other's ``new_group`` would fail with "Connection closed by peer".
-    """
-    (order.folder / f"leaves-{rank}").touch()
-    deadline = time.monotonic() + LEAVE_S
-    while time.monotonic() < deadline:
-        left = {path.name.partition("-")[2] for name in ("leaves", "ended") for path in order.folder.glob(f"{name}-*")}
-        if len(left) == order.world_size:
-            return
-        time.sleep(0.002)
 
 
 def _of(error: BaseException, order: Order, when: float) -> Outcome:
@@ -289,16 +283,16 @@ def _write_calls(folder: Path, rank: int) -> None:
     if _writing or "torch_symm._native" not in sys.modules:
         return
     _writing = True
-    import torch_symm
-
-    lines = []
     try:
+        import torch_symm
+
         calls = torch_symm.trace()["calls"][-CALLS:]
     except ImportError:
         # Without the native part, there are no calls.
         return
     finally:
         _writing = False
+    lines = []
     for call in calls:
         number = "" if call["sequence"] is None else f" #{call['sequence']}"
         lines.append(f"{call['call']}{number} {call['outcome'] or call['state']}")

@@ -139,13 +139,13 @@ class _Ranks:
     def wait(self, timeout: float, may_end: Collection[int], folder: Path) -> None:
         """Returns when all ranks have ended or the time is up, after asking the remaining ones for their stacks.
 
-        The file ``ended-{rank}`` in ``folder`` shows the other ranks that this rank has ended.
+        In the ranks' ``folder``, a rank that has ended counts as arrived where the others wait before they leave.
         """
         since, deadline = self._start, self._start + timeout
         while self.forked.running and (left := deadline - time.monotonic()) > 0:
             for pid in self.forked.wait(left):
                 rank = self.pids.index(pid)
-                (folder / f"ended-{rank}").touch()
+                _rank.arrival(folder, _rank.LEAVING, rank).touch()
                 if self.forked.status[pid] != 0 and rank not in may_end and time.monotonic() + GRACE_S < deadline:
                     since, deadline = time.monotonic(), time.monotonic() + GRACE_S
         self.waited = time.monotonic() - since

@@ -97,18 +97,8 @@ impl InternodeDim {
         };
         // A call is short if these tensors fit into a slot: of a reduction one per node, the sum of
         // its ranks; of any other call one per rank.
-        let ranks = match op {
-            Collective::AllReduce
-            | Collective::Reduce
-            | Collective::ReduceScatter
-            | Collective::AllReduceAddRmsNorm => 1,
-            Collective::Barrier
-            | Collective::Broadcast
-            | Collective::AllGather
-            | Collective::Gather
-            | Collective::Scatter
-            | Collective::AllToAll => self.local_size,
-        };
+        let sums = op.reduces() || op == Collective::AllReduceAddRmsNorm;
+        let ranks = if sums { 1 } else { self.local_size };
         let trips = if bytes * ranks as f64 <= SHORT { 1.0 } else { 2.0 };
         // 1 GB/s is 1000 bytes in a microsecond.
         BASE_US + trips * wire.us + self.load * sent * bytes / (wire.gb_per_s * 1e3)

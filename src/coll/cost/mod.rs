@@ -266,7 +266,7 @@ impl Model {
         self.reference_us
     }
 
-    /// Returns what the steps of a redistribution cost besides their collectives; `None` if that
+    /// Returns the cost of the steps of a redistribution without their collectives; `None` if it
     /// was not measured.
     pub fn local(&self) -> Option<RedistributeCosts> {
         self.local

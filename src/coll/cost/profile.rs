@@ -78,7 +78,7 @@ pub struct GroupTimes {
     pub curves: Vec<Curve>,
 }
 
-/// What the steps of a redistribution, as DTensor runs them, cost besides their collectives.
+/// The cost of the steps of a redistribution, as DTensor runs them, without their collectives.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RedistributeCosts {

@@ -73,12 +73,6 @@ struct ThreadTransports {
     me: Rank,
 }
 
-/// A buffer in host memory.
-pub(super) fn memory(bytes: usize) -> Buffer {
-    let mut memory = vec![0xeeu8; bytes];
-    Buffer { address: memory.as_mut_ptr().addr(), owner: Arc::new(memory), bytes }
-}
-
 /// The connection of the first rank with the second.
 struct ThreadTransport(Arc<Net>, (Rank, Rank));
 
@@ -106,7 +100,7 @@ impl<T: Transport + Clone + 'static> Transports for Alike<T> {
     }
 
     fn allocate(&self, _device: i32, bytes: usize) -> Result<Buffer> {
-        Ok(memory(bytes))
+        Ok(Buffer::in_host_memory(bytes))
     }
 }
 
@@ -145,7 +139,7 @@ impl Transports for ThreadTransports {
     }
 
     fn allocate(&self, _device: i32, bytes: usize) -> Result<Buffer> {
-        Ok(memory(bytes))
+        Ok(Buffer::in_host_memory(bytes))
     }
 }
 

@@ -72,8 +72,8 @@ impl TensorOffsets {
 const OFFSET_BITS: u32 = 48;
 
 /// A rank that is more than this many launches ahead of another neither reads nor writes the slot
-/// of its launch, because the other rank may still need the decision about an earlier launch in
-/// that slot.
+/// of its launch. The other rank may still need that slot for the decision about an earlier
+/// launch.
 const NEAR: u64 = 48;
 
 /// The content of a slot's word.

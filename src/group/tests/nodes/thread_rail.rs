@@ -72,8 +72,7 @@ impl Transports for ThreadMemory {
     }
 
     fn allocate(&self, _device: i32, bytes: usize) -> Result<Buffer> {
-        let mut memory = vec![0xeeu8; bytes];
-        Ok(Buffer { address: memory.as_mut_ptr().addr(), owner: Arc::new(memory), bytes })
+        Ok(Buffer::in_host_memory(bytes))
     }
 }
 
