@@ -101,10 +101,13 @@ class InterruptHandle {
   virtual bool is_pending() const noexcept = 0;
 };
 
-// The receiver of the outcome of an asynchronous call; called once, on any thread.
+// The receiver of the outcome of an asynchronous call. `src/bridge.rs` documents the contract.
 class Completion {
  public:
   virtual ~Completion() = default;
+  virtual bool copies() const = 0;
+  virtual void copy_in() const = 0;
+  virtual void write_back() const = 0;
   virtual void complete(const Status& status, int32_t source) const = 0;
 };
 

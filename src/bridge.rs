@@ -214,6 +214,10 @@ pub mod ffi {
         /// The receiver of the outcome of an asynchronous call; called exactly once, on any thread,
         /// without locks held.
         type Completion;
+        /// Returns true if the call copies tensors, which the next two do in its turn. None throws.
+        fn copies(self: &Completion) -> bool;
+        fn copy_in(self: &Completion);
+        fn write_back(self: &Completion);
         /// `source` is the rank that sent a received message, otherwise -1.
         fn complete(self: &Completion, status: &Status, source: i32);
         /// Abandons the windows that start in the `bytes` bytes of device memory at `address`,
@@ -490,7 +494,7 @@ use load::{LoadGenerator, load_generator};
 use log::{inform, log_lines, log_to_queue, version};
 use memory::{is_symmetric, is_writable, supports_symm_mem};
 use native_store::{Blobs, no_blobs, watch_interrupts};
-use outcome::{from_cpp, guarded, milliseconds, started};
+use outcome::{from_cpp, from_cpp_in_turn, guarded, milliseconds, started};
 use topology::{nvlink_matrix, topology_report};
 use trace::{call_site_number, call_sites_wanted, trace_text, write_trace};
 use window::{WindowHandle, allocate_window, free_window, store_release};

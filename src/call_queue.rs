@@ -197,6 +197,7 @@ impl CallQueue {
     /// Posts the call of `job` if the job has only one.
     fn post(&self, job: &QueuedJob) -> bool {
         let [call] = &*job.calls else { return false };
+        job.completion.copy_in();
         let mut executor = lock(&self.executor);
         let body = AssertUnwindSafe(|| {
             executor.post(call, &|sequence| self.recorder.start(job.number, sequence))
@@ -421,12 +422,16 @@ impl CallQueue {
     fn run_job(&self, mut state: MutexGuard<'_, QueueState>, job: QueuedJob) -> FinishedJob {
         state.busy = true;
         drop(state);
+        job.completion.copy_in();
         let outcome = self.execute(
             &job.calls,
             &CallTimeout::from(job.submitted, job.timeout),
             job.timeout,
             Some(&job),
         );
+        if outcome.is_ok() {
+            job.completion.write_back();
+        }
         self.skip_failed(&mut lock(&self.state));
         FinishedJob { ticket: job.ticket, outcome, completion: job.completion }
     }

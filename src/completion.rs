@@ -13,6 +13,16 @@ pub trait Observer: Send + Sync {
     fn ended(&self, number: u64, outcome: &Result<()>, source: Option<Rank>);
 }
 
+/// Copies that stand for a call's tensors, for example for tensors that are not contiguous. Both
+/// functions belong to the call's turn in its queue: earlier calls may write the tensors that are
+/// copied, and later calls may read those that are written.
+pub trait TensorCopies: Send + Sync {
+    /// Copies the inputs; has no effect after the first time.
+    fn copy_in(&self);
+    /// Copies the results back; has no effect after the first time.
+    fn write_back(&self);
+}
+
 /// The receiver of the outcome of an asynchronous call. Clones share one callback; the first call
 /// wins.
 #[derive(Clone)]
@@ -20,17 +30,38 @@ pub struct Completion {
     callback: Arc<Mutex<Option<Callback>>>,
     /// Separate from the callback, because wrapping the callback would allocate for every call.
     observer: Option<(Arc<dyn Observer>, u64)>,
+    copies: Option<Arc<dyn TensorCopies>>,
 }
 
 impl Completion {
     /// Wraps `callback`, which gets the outcome and, for a receive, the rank that sent.
     pub fn new(callback: impl FnOnce(Result<()>, Option<Rank>) + Send + 'static) -> Self {
-        Self { callback: Arc::new(Mutex::new(Some(Box::new(callback)))), observer: None }
+        let callback = Arc::new(Mutex::new(Some(Box::new(callback) as Callback)));
+        Self { callback, observer: None, copies: None }
     }
 
     /// Makes a completion whose outcome `observer` sees first.
     pub fn observed(self, observer: Arc<dyn Observer>, number: u64) -> Self {
         Self { observer: Some((observer, number)), ..self }
+    }
+
+    /// Makes a completion of a call with these copies.
+    pub fn copying(self, copies: Arc<dyn TensorCopies>) -> Self {
+        Self { copies: Some(copies), ..self }
+    }
+
+    /// See [`TensorCopies::copy_in`].
+    pub fn copy_in(&self) {
+        if let Some(copies) = &self.copies {
+            copies.copy_in();
+        }
+    }
+
+    /// See [`TensorCopies::write_back`].
+    pub fn write_back(&self) {
+        if let Some(copies) = &self.copies {
+            copies.write_back();
+        }
     }
 
     /// Delivers the outcome; has no effect after the first time.

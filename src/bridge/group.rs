@@ -3,7 +3,7 @@
 
 use super::torch_store::TorchStore;
 use super::transport::{TorchTransports, find_backends};
-use super::{ffi, from_cpp, guarded, milliseconds, outcome, started};
+use super::{ffi, from_cpp, from_cpp_in_turn, guarded, milliseconds, outcome, started};
 use crate::bootstrap::JoinOptions;
 use crate::coll::alias;
 use crate::coll::call::{Call, CallSpec, Collective, Span};
@@ -64,7 +64,7 @@ impl GroupHandle {
     ) -> ffi::Outcome {
         self.begun(calls, |group, calls| {
             group.watch(profiled);
-            group.submit(calls, milliseconds(timeout_ms), from_cpp(completion))
+            group.submit(calls, milliseconds(timeout_ms), from_cpp_in_turn(completion))
         })
     }
 

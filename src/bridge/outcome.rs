@@ -2,11 +2,12 @@
 #![allow(unsafe_code, reason = "addresses and objects that C++ hands over")]
 
 use super::ffi;
-use crate::completion::Completion;
+use crate::completion::{Completion, TensorCopies};
 use crate::error::{Error, ErrorKind, Result};
 use crate::op::Collective;
 use crate::rank::Rank;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Runs `body`; a panic becomes an internal error.
@@ -41,19 +42,50 @@ pub(super) fn milliseconds(value: i64) -> Option<Duration> {
     u64::try_from(value).ok().filter(|&ms| ms > 0).map(Duration::from_millis)
 }
 
-/// Wraps a completion of the C++ side, which is called once from any thread.
-pub(super) fn from_cpp(completion: cxx::UniquePtr<ffi::Completion>) -> Completion {
-    struct Callback(cxx::UniquePtr<ffi::Completion>);
-    // SAFETY: `Completion::complete` may be called on any thread, as bridge.rs requires of its
-    // implementation.
-    unsafe impl Send for Callback {}
-    let callback = Callback(completion);
-    Completion::new(move |outcome, source: Option<Rank>| {
-        let Callback(completion) = &callback;
-        if let Some(completion) = completion.as_ref() {
+struct Callback(cxx::UniquePtr<ffi::Completion>);
+
+// SAFETY: the functions of `Completion` may be called on any thread, as bridge.rs requires of their
+// implementation.
+unsafe impl Send for Callback {}
+// SAFETY: the call queue and the outcome's receiver call the functions one after another.
+unsafe impl Sync for Callback {}
+
+impl Callback {
+    fn complete(&self, outcome: Result<()>, source: Option<Rank>) {
+        if let Some(completion) = self.0.as_ref() {
             completion.complete(&status(outcome), source.map_or(-1, |rank| rank.0 as i32));
         }
-    })
+    }
+}
+
+impl TensorCopies for Callback {
+    fn copy_in(&self) {
+        if let Some(completion) = self.0.as_ref() {
+            completion.copy_in();
+        }
+    }
+
+    fn write_back(&self) {
+        if let Some(completion) = self.0.as_ref() {
+            completion.write_back();
+        }
+    }
+}
+
+/// Wraps a completion of the C++ side, which is called once from any thread.
+pub(super) fn from_cpp(completion: cxx::UniquePtr<ffi::Completion>) -> Completion {
+    let callback = Callback(completion);
+    Completion::new(move |outcome, source| callback.complete(outcome, source))
+}
+
+/// Wraps the completion of a queued call, which makes the call's copies in its turn.
+pub(super) fn from_cpp_in_turn(completion: cxx::UniquePtr<ffi::Completion>) -> Completion {
+    if completion.as_ref().is_none_or(|completion| !completion.copies()) {
+        return from_cpp(completion);
+    }
+    let callback = Arc::new(Callback(completion));
+    let copies = Arc::clone(&callback);
+    Completion::new(move |outcome, source| callback.complete(outcome, source)).copying(copies)
 }
 
 /// Checks at compile time that the enum `$own` and its shared enum of the bridge have the same

@@ -169,10 +169,28 @@ def many(rank: int, world: int) -> None:
         assert bool((tensor == wanted).all()), f"call {number}"
 
 
+def copied_in_turn(rank: int, world: int) -> None:
+    """Calls whose tensors are copied see the results of earlier calls, without a wait between them."""
+    total = world * (world + 1) / 2
+    for count in (5, 300_000):
+        whole = torch.zeros(2 * count, device=device())
+        every_other = whole[::2]
+        late(every_other, rank + 1.0)
+        gathered = torch.empty(world * 2 * count, device=device())
+        works = [dist.all_reduce(every_other, async_op=True) for _ in range(3)]
+        works.append(dist.all_gather_into_tensor(gathered, whole, async_op=True))
+        dist.all_reduce(every_other)
+        for work in works:
+            work.wait()
+        thrice = total * world**2
+        assert bool((gathered[::2] == thrice).all()) and bool((gathered[1::2] == 0).all()), f"all_gather of {count}"
+        assert bool((every_other == thrice * world).all()), f"all_reduce of {count}"
+
+
 ON_GPUS = [pytest.param(body, marks=needs_gpus) for body in (side_streams, works_in_order)]
 
 
-@pytest.mark.parametrize("body", (*ON_GPUS, each_its_own_way, several_groups, many))
+@pytest.mark.parametrize("body", (*ON_GPUS, each_its_own_way, several_groups, many, copied_in_turn))
 @pytest.mark.parametrize("world", WORLDS)
 def test_streams(pool: Pool, world: int, body: Callable[..., None]) -> None:
     pool.run(body, world)

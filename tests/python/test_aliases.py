@@ -122,9 +122,40 @@ def within(rank: int, count: int, device: str) -> None:
     assert torch.equal(parts[2].cpu(), given(rank, count)), "scatter"
 
 
+def one_after_another(rank: int, count: int, device: str) -> None:
+    """Calls on copied tensors without a wait between them: each sees the results of the earlier."""
+    whole = torch.zeros(2 * count, device=device)
+    every_other, before = whole[::2], given(rank, count).to(device)
+    every_other.copy_(before)
+    sums = [dist.all_reduce(every_other, async_op=True) for _ in range(3)]
+    over_all = torch.empty(WORLD * 2 * count, device=device)
+    gathered = dist.all_gather_into_tensor(over_all, whole, async_op=True)
+    # The input overlaps the output, and is the result of the call before.
+    shifted = torch.arange(count + 1, dtype=torch.float32, device=device)
+    parts = (
+        [
+            dist.broadcast(shifted, src=1, async_op=True),
+            dist.all_to_all_single(shifted[1:], shifted[:-1], async_op=True),
+        ]
+        if count % WORLD == 0
+        else []
+    )
+    dist.all_reduce(every_other)
+    for work in (*sums, gathered, *parts):
+        work.wait()
+    once = total(count)
+    thrice = torch.zeros(2 * count)
+    thrice[::2] = once * WORLD**2
+    assert torch.equal(over_all.cpu(), thrice.repeat(WORLD)), "all_gather after three all_reduces"
+    assert torch.equal(every_other.cpu(), once * WORLD**3), "all_reduce without async_op"
+    if parts:
+        own = torch.arange(count, dtype=torch.float32).chunk(WORLD)[rank]
+        assert torch.equal(shifted[1:].cpu(), own.repeat(WORLD)), "all_to_all over its input"
+
+
 # proves P8
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", (same_output, partly_the_same, beside_inputs, within))
+@pytest.mark.parametrize("case", (same_output, partly_the_same, beside_inputs, within, one_after_another))
 @pytest.mark.ranks(WORLD)
 def test_outputs_that_share_memory(rank: int, case: Callable[[int, int, str], None], device: str) -> None:
     if device == "cuda":

@@ -52,6 +52,17 @@ bool elements_overlap(const at::Tensor& tensor) {
   return false;
 }
 
+// Returns true if the memory of `tensor` has its values in order.
+bool is_direct(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
+
+// Returns a contiguous tensor of the shape and type of `tensor`.
+at::Tensor contiguous_like(const at::Tensor& tensor) {
+  return at::empty(
+      tensor.sizes(), tensor.options().memory_format(at::MemoryFormat::Contiguous));
+}
+
 // Returns the range from the first to the last byte of a strided tensor with elements.
 Span reach_of(const at::Tensor& tensor) {
   int64_t reach = 1;
@@ -149,9 +160,7 @@ void Operation::reduce_with(const ::c10d::ReduceOp& op) {
 
 at::Tensor Operation::readable(const at::Tensor& tensor) {
   check(tensor, "input");
-  return alive_.emplace_back(
-      tensor.is_conj() || tensor.is_neg() ? tensor.resolve_conj().resolve_neg().contiguous()
-                                          : tensor.contiguous());
+  return is_direct(tensor) ? alive_.emplace_back(tensor) : copy_of(tensor);
 }
 
 bool Operation::aliases_output(const at::Tensor& tensor) {
@@ -177,7 +186,7 @@ bool Operation::aliases_output(const at::Tensor& tensor) {
 at::Tensor Operation::writable(const at::Tensor& tensor, bool keep_values) {
   check(tensor, "output");
   check_writable(tensor, std::strchr(title, ':') + 1);
-  const auto direct = tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+  const auto direct = is_direct(tensor);
   if (!aliases_output(tensor) && direct) {
     return alive_.emplace_back(tensor);
   }
@@ -185,12 +194,9 @@ at::Tensor Operation::writable(const at::Tensor& tensor, bool keep_values) {
       direct || !elements_overlap(tensor), name(),
       ": elements of the output tensor share memory (sizes ", tensor.sizes(), ", strides ",
       tensor.strides(), "); clone() it first");
-  auto copy =
-      keep_values
-          ? tensor.clone(at::MemoryFormat::Contiguous)
-          : at::empty(tensor.sizes(), tensor.options().memory_format(at::MemoryFormat::Contiguous));
+  auto copy = keep_values ? copy_of(tensor) : alive_.emplace_back(contiguous_like(tensor));
   pending_.emplace_back(tensor, copy);
-  return alive_.emplace_back(copy);
+  return copy;
 }
 
 void Operation::add_input(const at::Tensor& tensor) {
@@ -221,6 +227,14 @@ void Operation::add_outputs(const at::Tensor& tensor, const std::vector<int64_t>
   add_pieces(writable(tensor, false), lengths, calls.back().outputs);
 }
 
+void Operation::copy_in() {
+  const at::AutoDispatchBelowADInplaceOrView plain;
+  for (auto& [tensor, copy] : to_fill_) {
+    copy.copy_(tensor);
+  }
+  to_fill_.clear();
+}
+
 void Operation::write_back() {
   // Writes as the core writes contiguous tensors: invisible to autograd, and also where inference
   // tensors may not be changed.
@@ -229,6 +243,14 @@ void Operation::write_back() {
     tensor.copy_(copy);
   }
   pending_.clear();
+}
+
+at::Tensor Operation::copy_of(const at::Tensor& tensor) {
+  auto copy = contiguous_like(tensor);
+  to_fill_.emplace_back(tensor, copy);
+  // On a device, `copy_in` only enqueues the copy.
+  alive_.push_back(tensor);
+  return alive_.emplace_back(copy);
 }
 
 void Operation::add_specs(CallSpecs& specs) const {
@@ -268,14 +290,9 @@ std::vector<std::vector<at::Tensor>> Operation::results() const {
 void Operation::copy_input(Span& input) {
   const auto bytes = static_cast<int64_t>(input.bytes);
   const auto options = at::TensorOptions(at::kByte).device(*device);
-  const auto& copy = alive_.emplace_back(at::empty({bytes}, options));
   auto* const start = reinterpret_cast<void*>(input.addr);
-  if (on_cpu()) {
-    std::memcpy(copy.data_ptr(), start, input.bytes);
-  } else {
-    copy.copy_(at::for_blob(start, {bytes}).options(options).target_device(*device).make_tensor());
-  }
-  input.addr = reinterpret_cast<size_t>(copy.data_ptr());
+  input = span_of(copy_of(
+      at::for_blob(start, {bytes}).options(options).target_device(*device).make_tensor()));
 }
 
 } // namespace symm

@@ -33,7 +33,8 @@ struct PreparedCall {
 using CallSpecs = c10::SmallVector<CallSpec, 1>;
 
 // Owns every tensor that the core reads or writes, all on one device. Copies replace tensors that
-// are not contiguous, and `write_back` copies the results back.
+// are not contiguous: `copy_in` fills them, and `write_back` copies the results back. Both belong
+// to the call's turn, because earlier and later calls may use the same tensors.
 class Operation {
  public:
   // `title` is the profiling name "symm:<op>"; its tail names the call in messages.
@@ -59,16 +60,21 @@ class Operation {
       inputs.push_back(tensor);
     }
   }
-  // Returns a contiguous tensor with the values of `tensor`, kept alive.
+  // Returns a contiguous tensor that has the values of `tensor` after `copy_in`, kept alive.
   at::Tensor readable(const at::Tensor& tensor);
   // Returns a contiguous tensor whose values `write_back` copies to `tensor`, kept alive. No two of
   // them share memory; if outputs overlap, they are written in order, so the last one wins.
   at::Tensor writable(const at::Tensor& tensor, bool keep_values);
+  // Returns true if the call needs `copy_in` or `write_back`. Each acts once.
+  bool copies() const {
+    return !to_fill_.empty() || !pending_.empty();
+  }
+  void copy_in();
   void write_back();
   // Passes the collectives to `begin`, a function of the core. If an input shares memory with an
   // output of this or an earlier collective, other than the output that replaces this input, the
-  // core starts no collective and names such inputs. They are then copied, so that each keeps its
-  // value from before the call, and `begin` is called again.
+  // core starts no collective and names such inputs. Copies then replace them, so that each keeps
+  // its value from before the call, and `begin` is called again.
   template <typename Begin>
   Outcome begin_with(Begin begin) {
     while (true) {
@@ -132,12 +138,17 @@ class Operation {
 
  private:
   void check(const at::Tensor& tensor, const char* role);
-  // Replaces `input` by a copy of its present value.
+  // Returns a contiguous tensor that `copy_in` fills with the values of `tensor`; both are kept
+  // alive.
+  at::Tensor copy_of(const at::Tensor& tensor);
+  // Replaces `input` by a copy.
   void copy_input(Span& input);
   // Adds the memory of `tensor` to the written ranges; returns true if it overlaps an earlier one.
   bool aliases_output(const at::Tensor& tensor);
 
   c10::SmallVector<at::Tensor, 2> alive_;
+  // Tensors and their copies: those that `copy_in` fills, and those that `write_back` reads.
+  std::vector<std::pair<at::Tensor, at::Tensor>> to_fill_;
   std::vector<std::pair<at::Tensor, at::Tensor>> pending_;
   // The written ranges, disjoint and ordered by address.
   c10::SmallVector<Span, 2> written_;

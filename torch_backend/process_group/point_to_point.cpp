@@ -31,6 +31,8 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::transfer(
   if (!operation->on_cpu()) {
     return launch_on_device(std::move(operation), transfer, from);
   }
+  // A message has no turn: it does not wait for other calls of the group.
+  operation->copy_in();
   return recorded(*operation, from, [&] {
     auto work = c10::make_intrusive<WorkSymm>(getRank(), group_, operation, stated(timeout));
     auto done = std::make_unique<WorkCompletion>(work);

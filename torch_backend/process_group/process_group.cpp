@@ -157,15 +157,20 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::launch(
   const auto seen = operation->seen;
   return recorded(*operation, caller(seen ? (*group_)->sequence() + 1 : 0), [&]() -> WorkPtr {
     auto work = c10::make_intrusive<WorkSymm>(getRank(), group_, operation, stated(timeout));
+    bool queued = async;
     const auto outcome = operation->begin_with([&](auto calls) {
-      return async ? (*group_)->submit(
-                         calls, timeout.count(), seen, std::make_unique<WorkCompletion>(work))
-                   : (*group_)->run(calls, timeout.count(), seen);
+      // Only a queued call makes copies in its turn.
+      queued = async || operation->copies();
+      return queued ? (*group_)->submit(
+                          calls, timeout.count(), seen, std::make_unique<WorkCompletion>(work))
+                    : (*group_)->run(calls, timeout.count(), seen);
     });
     work->begun(outcome.sequence, outcome.ticket);
-    if (!async || outcome.status.kind != ErrorKind::None) {
+    if (!queued || outcome.status.kind != ErrorKind::None) {
       work->complete(exception_of(outcome.status), -1);
       work->rethrow();
+    } else if (!async) {
+      work->wait();
     }
     return remember(std::move(work));
   });

@@ -46,6 +46,16 @@ c10::Stream DeviceStreams::own_after(SideStream which, const c10::Stream& stream
   return *own;
 }
 
+void DeviceStreams::wait_for_own(SideStream which, const c10::Stream& stream) {
+  const c10::DeviceGuard guard(device_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto& own = own_.at(static_cast<size_t>(which));
+  if (own && *own != stream && capture_of(handle(*own)) == capture_of(handle(stream))) {
+    ready_->record(*own);
+    ready_->block(stream);
+  }
+}
+
 size_t DeviceStreams::handle(const c10::Stream& stream) const {
   return native_stream(*interface_, stream);
 }

@@ -10,6 +10,20 @@
 
 namespace symm {
 
+namespace {
+
+// Enqueues the operation's copies on `stream`, the current stream, after the present work on the
+// group's own stream `own`, where earlier calls of this kind run.
+void copy_in_order(
+    DeviceStreams& streams, SideStream own, Operation& operation, const c10::Stream& stream) {
+  if (operation.copies()) {
+    streams.wait_for_own(own, stream);
+    operation.copy_in();
+  }
+}
+
+} // namespace
+
 void DeviceWork::launch() {
   std::lock_guard<std::mutex> lock(mutex_);
   launch_batch();
@@ -77,6 +91,7 @@ void DeviceWork::enqueue() const {
   }
   CallSpecs calls;
   for (const auto& operation : operations_) {
+    copy_in_order(*streams_, own_stream(), *operation, *stream_);
     operation->add_specs(calls);
   }
   if (!calls.empty()) {
@@ -200,11 +215,12 @@ bool ProcessGroupSymm::launch_in_order(Operation& operation, std::chrono::millis
     streams = streams_on(*operation.device);
   }
   const c10::DeviceGuard guard(*operation.device);
+  const auto stream = streams->current();
+  copy_in_order(*streams, SideStream::Calls, operation, stream);
   const auto calls = operation.specs();
   const auto index = static_cast<int32_t>(operation.device->index());
   check((*group_)->launch(
-      {calls.data(), calls.size()}, index, streams->handle(streams->current()), false,
-      timeout.count()));
+      {calls.data(), calls.size()}, index, streams->handle(stream), false, timeout.count()));
   operation.write_back();
   return true;
 }

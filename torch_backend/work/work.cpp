@@ -120,13 +120,26 @@ uint64_t WorkSymm::getSequencenumber() const {
   return sequence_;
 }
 
+void WorkSymm::copy_in() noexcept {
+  try {
+    operation_->copy_in();
+  } catch (...) {
+    copy_error_ = std::current_exception();
+  }
+}
+
+void WorkSymm::write_back() noexcept {
+  try {
+    operation_->write_back();
+  } catch (...) {
+    copy_error_ = std::current_exception();
+  }
+}
+
 void WorkSymm::complete(std::exception_ptr error, int source) {
   if (!error) {
-    try {
-      operation_->write_back();
-    } catch (...) {
-      error = std::current_exception();
-    }
+    write_back();
+    error = copy_error_;
   }
   source_ = source;
   Future future;

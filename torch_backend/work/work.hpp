@@ -46,12 +46,24 @@ class WorkSymm final : public ::c10d::Work {
     return timeout_;
   }
 
+  // See `Completion`. An exception of a copy becomes the call's error.
+  bool copies() const {
+    return operation_->copies();
+  }
+  void copy_in() noexcept;
+  void write_back() noexcept;
   // Ends the call: writes results back, then notifies waiting threads, then completes the future.
   void complete(std::exception_ptr error, int source);
   // Sets the call's number in the group, and its ticket for `Group::wait`.
   void begun(uint64_t sequence, uint64_t ticket);
   // Throws the call's exception, if it has one.
   void rethrow() const;
+  // Releases the call's tensors. c10 calls this instead of the destructor while `TimeoutExtensions`
+  // still refers to this work.
+  void release_resources() override {
+    operation_.reset();
+    future_.reset();
+  }
 
  private:
   // Returns true if both the call and its future, if one was requested, have ended. `mutex_` must
@@ -67,6 +79,8 @@ class WorkSymm final : public ::c10d::Work {
   std::chrono::milliseconds timeout_;
   uint64_t ticket_ = 0;
   int source_ = -1;
+  // Set and read by the thread that runs the call.
+  std::exception_ptr copy_error_;
   std::atomic_flag fulfilled_ = ATOMIC_FLAG_INIT;
   // Guarded by mutex_ of the base.
   c10::intrusive_ptr<c10::ivalue::Future> future_;
@@ -99,6 +113,15 @@ class WorkCoalesced final : public ::c10d::Work {
 class WorkCompletion final : public Completion {
  public:
   explicit WorkCompletion(c10::intrusive_ptr<WorkSymm> work) : work_(std::move(work)) {}
+  bool copies() const override {
+    return work_->copies();
+  }
+  void copy_in() const override {
+    work_->copy_in();
+  }
+  void write_back() const override {
+    work_->write_back();
+  }
   void complete(const Status& status, int32_t source) const override;
 
  private:
