@@ -156,6 +156,22 @@ def test_1000_cycles_leave_nothing(rank: int) -> None:
     assert growth < 16 << 20, f"{growth / 2**20:.1f} MB more after 1000 groups"
 
 
+# proves P17
+@pytest.mark.ranks(2)
+def test_split_groups_end_with_their_last_reference(rank: int) -> None:
+    for lasting in (True, False):
+        if lasting:
+            before: Counter[str] = resources()
+        for i in range(20):
+            child = dist.group.WORLD.split_group([0, 1], group_name=f"{lasting} {i}")
+            child.allreduce([tensor := torch.ones(3)]).wait()
+            assert tensor[0] == 2
+            if i % 2 == 0:
+                child.shutdown()
+            del child
+    assert_nothing_left(before)
+
+
 # proves P11
 @pytest.mark.ranks(2, backend=None)
 def test_default_groups_one_after_another(rank: int, world_size: int) -> None:

@@ -39,8 +39,13 @@ GlooSubstitute::GlooSubstitute(
 }
 
 GlooSubstitute::~GlooSubstitute() {
+  GlooSubstitute::release_resources();
+}
+
+void GlooSubstitute::release_resources() {
   // Gloo joins its threads, which may need the GIL to release the tensors of the last call.
   without_gil([this] { gloo_.reset(); });
+  ProcessGroupSymm::release_resources();
 }
 
 c10::intrusive_ptr<ProcessGroupSymm> GlooSubstitute::joined(

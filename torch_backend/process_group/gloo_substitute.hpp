@@ -20,6 +20,7 @@ class GlooSubstitute final : public ProcessGroupSymm {
       c10::intrusive_ptr<Options> options,
       bool cuda);
   ~GlooSubstitute() override;
+  void release_resources() override;
 
   const std::string getBackendName() const override {
     return "gloo";

@@ -117,9 +117,22 @@ ProcessGroupSymm::ProcessGroupSymm(
 }
 
 ProcessGroupSymm::~ProcessGroupSymm() {
+  ProcessGroupSymm::release_resources();
+}
+
+void ProcessGroupSymm::release_resources() {
+  if (!group_) {
+    return;
+  }
   // Python may drop the last reference with the GIL held, and leaving waits for threads whose
   // completions may need the GIL.
   without_gil([this] { (*group_)->shutdown(); });
+  drop_coalesced();
+  pools_.let_go();
+  streams_.clear();
+  children_.clear();
+  group_.reset();
+  store_.reset();
 }
 
 void leave_all(std::chrono::milliseconds limit, const std::string& farewell) {
@@ -370,6 +383,9 @@ c10::intrusive_ptr<::c10d::Backend> ProcessGroupSymm::split(
   const auto place = static_cast<int>(me - ranks.begin());
   auto child = joined(prefixed, place, static_cast<int>(ranks.size()), options);
   std::lock_guard<std::mutex> lock(mutex_);
+  for (auto it = children_.begin(); it != children_.end();) {
+    it = it->second.expired() ? children_.erase(it) : std::next(it);
+  }
   children_.insert_or_assign(opts->group_name, c10::weak_intrusive_ptr<ProcessGroupSymm>(child));
   return child;
 }

@@ -74,6 +74,9 @@ class ProcessGroupSymm : public ::c10d::Backend {
       int size,
       c10::intrusive_ptr<Options> options);
   ~ProcessGroupSymm() override;
+  // Leaves the group. c10 calls this instead of the destructor while a parent's `children_` still
+  // refers to this object.
+  void release_resources() override;
 
   const std::string getBackendName() const override {
     return "symm";

@@ -42,11 +42,16 @@ DeviceWork::DeviceWork(
       sequence_(sequence) {}
 
 DeviceWork::~DeviceWork() {
+  DeviceWork::release_resources();
+}
+
+void DeviceWork::release_resources() {
   const bool open = background_ && stream_ && !ordered_ && phase_ != Phase::Done;
-  if (!open && !end_) {
-    return;
-  }
   try {
+    if (!open && !end_) {
+      operations_.clear();
+      return;
+    }
     const c10::DeviceGuard guard(device());
     if (open) {
       keep_tensors();
@@ -55,6 +60,8 @@ DeviceWork::~DeviceWork() {
       streams_->put_back(std::move(*end_));
       end_.reset();
     }
+    operations_.clear();
+    future_.reset();
   } catch (...) {
     // The driver is shut down already, and the memory with it.
   }

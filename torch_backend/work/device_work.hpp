@@ -32,6 +32,9 @@ class DeviceWork final : public ::c10d::Work {
   // Makes the work of a coalesced block.
   DeviceWork(int rank, Group group, std::shared_ptr<DeviceStreams> streams, uint64_t sequence);
   ~DeviceWork() override;
+  // Reports the use of the tensors to the allocator if no stream has waited, and releases them. c10
+  // calls this instead of the destructor while `TimeoutExtensions` still refers to this work.
+  void release_resources() override;
 
   // Adds a collective; returns false if the work was launched before. A `timeout` that is not
   // positive stands for the group's timeout.
