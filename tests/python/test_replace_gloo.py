@@ -6,6 +6,7 @@ import errno
 import os
 import pickle
 import resource
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -279,6 +280,24 @@ def one_calls_with_several(rank: int, world: int) -> None:
 
 def test_ranks_that_disagree_whose_call_it_is_end_at_the_timeout() -> None:
     run_ranks(one_calls_with_several, 2, backend=None, timeout=30)
+
+
+def one_ends_while_it_joins_gloo(rank: int, world: int, end: str) -> None:
+    torch_symm.replace_gloo()
+    init(rank, world, "gloo", timeout=600)
+    backend = dist.group.WORLD._get_backend(CPU)
+    if rank == 0:
+        ending = threading.Timer(0.5, getattr(backend, end))
+        ending.start()
+        with pytest.raises(RuntimeError, match=r"the group ended|aborted group"):
+            backend.allreduce([torch.ones(3), torch.ones(3)]).wait()
+        ending.join()
+    meet("ended", rank, world)
+
+
+@pytest.mark.parametrize("end", ["abort", "shutdown"])
+def test_a_group_that_ends_while_it_joins_gloo_does_not_wait_for_the_others(end: str) -> None:
+    run_ranks(partial(one_ends_while_it_joins_gloo, end=end), 2, backend=None, timeout=60)
 
 
 def made_by_hand(rank: int, world: int) -> None:

@@ -27,7 +27,7 @@ class MeetingStore final : public ::c10d::PrefixStore {
  public:
   MeetingStore(
       const std::string& prefix, c10::intrusive_ptr<::c10d::Store> store,
-      std::optional<rust::Box<GivenUp>> given_up)
+      std::function<bool()> given_up)
       : PrefixStore(prefix, std::move(store)), given_up_(std::move(given_up)) {}
 
   std::vector<uint8_t> get(const std::string& key) override {
@@ -49,7 +49,7 @@ class MeetingStore final : public ::c10d::PrefixStore {
     using std::chrono::microseconds;
     const auto due = std::chrono::steady_clock::now() + timeout;
     for (microseconds pause{200}; !check(keys); pause = std::min(2 * pause, microseconds{10'000})) {
-      if (given_up_ && (*given_up_)->is_set()) {
+      if (given_up_()) {
         C10_THROW_ERROR(
             DistStoreError,
             c10::str("the group ended before a peer had said ", joinKey(keys.front())));
@@ -65,7 +65,7 @@ class MeetingStore final : public ::c10d::PrefixStore {
   }
 
  private:
-  std::optional<rust::Box<GivenUp>> given_up_;
+  const std::function<bool()> given_up_;
 };
 
 } // namespace
@@ -93,7 +93,7 @@ Status backend_failure() noexcept {
 c10::intrusive_ptr<::c10d::Store> meeting_store(
     const std::string& name,
     c10::intrusive_ptr<::c10d::Store> store,
-    std::optional<rust::Box<GivenUp>> given_up) {
+    std::function<bool()> given_up) {
   return c10::make_intrusive<MeetingStore>(name, std::move(store), std::move(given_up));
 }
 

@@ -58,10 +58,10 @@ Status attempted(Body&& body) noexcept {
 }
 
 // Returns the part `name` of `store` through which the ranks of a backend connect. Waiting in it
-// fails once the core sets `given_up`.
+// fails once `given_up`, which is called from time to time, returns true.
 c10::intrusive_ptr<::c10d::Store> meeting_store(
     const std::string& name,
     c10::intrusive_ptr<::c10d::Store> store,
-    std::optional<rust::Box<GivenUp>> given_up = std::nullopt);
+    std::function<bool()> given_up);
 
 } // namespace symm

@@ -233,10 +233,11 @@ Connected Transports::connect(
   Connected connected;
   connected.status = attempted([&] {
     const std::string called(name);
+    const auto flag = std::make_shared<rust::Box<GivenUp>>(std::move(given_up));
     auto made = backend_factories().make(
         std::string(backend),
         group_ + "/" + called,
-        meeting_store(called, store_, std::move(given_up)),
+        meeting_store(called, store_, [flag] { return (*flag)->is_set(); }),
         static_cast<int>(seat.rank),
         static_cast<int>(seat.size),
         std::chrono::milliseconds(timeout_ms),

@@ -61,9 +61,17 @@ BackendPtr GlooSubstitute::gloo() {
   auto found = connected_gloo();
   if (!found) {
     const auto options = getBackendOptions();
-    found = backend_factories().make(
-        "gloo", options->group_name + "/gloo", meeting_store("gloo", gloo_store_), getRank(),
-        getSize(), options->timeout, -1);
+    const auto given_up = [ended = ended_, group = core()] {
+      return *ended || (*group)->error().kind != ErrorKind::None;
+    };
+    try {
+      found = backend_factories().make(
+          "gloo", options->group_name + "/gloo", meeting_store("gloo", gloo_store_, given_up),
+          getRank(), getSize(), options->timeout, -1);
+    } catch (...) {
+      check((*core())->error());
+      throw;
+    }
     std::lock_guard<std::mutex> set(setting_);
     gloo_ = found;
   }
@@ -221,6 +229,7 @@ void GlooSubstitute::addEphemeralTimeout(const std::chrono::milliseconds& timeou
 }
 
 void GlooSubstitute::abort() {
+  *ended_ = true;
   ProcessGroupSymm::abort();
   if (const auto gloo = connected_gloo()) {
     gloo->abort();
@@ -228,6 +237,7 @@ void GlooSubstitute::abort() {
 }
 
 void GlooSubstitute::shutdown() {
+  *ended_ = true;
   ProcessGroupSymm::shutdown();
   if (const auto gloo = connected_gloo()) {
     gloo->shutdown();

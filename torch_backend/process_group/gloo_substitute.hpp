@@ -90,7 +90,8 @@ class GlooSubstitute final : public ProcessGroupSymm {
   // Returns true if the tensor that determines a call's device belongs to Gloo.
   bool elsewhere(const at::Tensor& tensor) const;
   bool elsewhere(const Tensors& tensors) const;
-  // Returns Gloo's group, and joins it on the first such call, which all ranks make together.
+  // Returns Gloo's group, and joins it on the first such call, which all ranks make together. The
+  // join ends with an error once this group has ended or failed.
   BackendPtr gloo();
   // Returns Gloo's group if it has been joined.
   BackendPtr connected_gloo();
@@ -98,6 +99,8 @@ class GlooSubstitute final : public ProcessGroupSymm {
   const c10::intrusive_ptr<::c10d::Store> gloo_store_;
   // True if a rank can have a GPU.
   const bool cuda_;
+  // True once the group has ended.
+  const std::shared_ptr<std::atomic<bool>> ended_ = std::make_shared<std::atomic<bool>>(false);
   // Held by the thread that joins. A thread that ends the group does not wait for it.
   std::mutex joining_;
   // Guards gloo_.
