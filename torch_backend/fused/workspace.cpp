@@ -64,19 +64,21 @@ Workspace::Workspace(
 std::shared_ptr<Workspace> Workspace::of(const std::string& group_name, at::Device device) {
   const auto group = ::c10d::resolve_process_group(group_name);
   // Dropped outside the lock, because freeing memory waits for the device.
-  std::vector<std::shared_ptr<Workspace>> dead;
+  std::shared_ptr<Workspace> dead;
   auto& known = all();
   std::lock_guard<std::mutex> lock(known.mutex);
-  auto& place = known.workspaces[{group_name, device}];
-  if (!place || place->group_.lock() != group) {
-    // Not even the workspace's streams can be made during a capture.
-    TORCH_CHECK(
-        !recording(device), "group \"", group_name,
-        "\" has no workspace, which cannot be made while a graph is recorded; call the operator "
-        "once before");
-    dead.push_back(std::exchange(place, std::make_shared<Workspace>(group_name, device, group)));
+  const auto found = known.workspaces.find({group_name, device});
+  if (found != known.workspaces.end() && found->second->group_.lock() == group) {
+    return found->second;
   }
-  return place;
+  // Not even the workspace's streams can be made during a capture.
+  TORCH_CHECK(
+      !recording(device), "group \"", group_name,
+      "\" has no workspace, which cannot be made while a graph is recorded; call the operator "
+      "once before");
+  auto made = std::make_shared<Workspace>(group_name, device, group);
+  dead = std::exchange(known.workspaces[{group_name, device}], made);
+  return made;
 }
 
 void Workspace::drop(const std::string& group_name) {
@@ -124,10 +126,6 @@ FusedCall Workspace::begin(FusedOperator& op) {
 }
 
 void Workspace::make(const FusedCall& call) {
-  if (call.keep) {
-    // Graphs hold the addresses of this memory and keep using it; later calls do not.
-    kept_.push_back({std::move(memory_), std::move(window_)});
-  }
   // Peers may still read the memory that is replaced. A peer arrives at the rendezvous below only
   // after it has finished its reads.
   streams_.settle();
@@ -137,6 +135,10 @@ void Workspace::make(const FusedCall& call) {
   auto window = symmetric::rendezvous(memory, group_name_);
   TORCH_CHECK(
       window, "group \"", group_name_, "\" made no window of ", bytes, " bytes on ", device());
+  if (call.keep) {
+    // Graphs hold the addresses of this memory and keep using it; later calls do not.
+    kept_.push_back({std::move(memory_), std::move(window_)});
+  }
   memory_ = std::move(memory);
   window_ = std::move(window);
 }
