@@ -245,7 +245,9 @@ void WorkCoalesced::synchronize() {
 }
 
 bool WorkCoalesced::wait(std::chrono::milliseconds timeout) {
-  const auto limit = std::chrono::steady_clock::now() + timeout;
+  // A longer time would overflow the clock.
+  constexpr std::chrono::milliseconds longest = std::chrono::hours(24 * 365 * 100);
+  const auto limit = std::chrono::steady_clock::now() + std::min(timeout, longest);
   for (const auto& part : parts_) {
     if (timeout.count() <= 0) {
       part->wait(timeout);
