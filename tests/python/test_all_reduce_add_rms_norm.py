@@ -228,3 +228,10 @@ def test_shapes_on_meta_and_a_whole_graph(rank: int, world_size: int) -> None:
             rows = Rows(world_size, (batch, 64), torch.bfloat16, seed=batch)
             given = (rows.inputs[rank], rows.residual, rows.weight)
             assert all(same_bits(*pair) for pair in zip(fast(*given), layer(*given), strict=True)), batch
+
+
+@pytest.mark.ranks(2, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+def test_a_backend_that_torch_wraps(rank: int, world_size: int) -> None:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    name = dist.new_group([0, 1]).group_name
+    every_form(rank, Rows(world_size, (5, 1024), torch.bfloat16), name)

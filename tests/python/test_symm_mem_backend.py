@@ -280,7 +280,7 @@ def test_two_groups_on_one_allocation_and_subgroups(rank: int) -> None:
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:symm", "symm"])
 @pytest.mark.ranks(2, backend=None)
 def test_groups_of_other_backends(rank: int, world_size: int, backend: str, debug: str) -> None:
-    """Under DETAIL torch wraps every backend, so symm's cannot be recognized. A store may also serve as a group."""
+    """Under DETAIL torch wraps every backend. A store may also serve as a group."""
     dist.set_debug_level(getattr(dist.DebugLevel, debug))
     load()
     store = torch_symm.FileStore(shared_tmp_path() / "by-hand", world_size)

@@ -2,7 +2,6 @@
 // point_to_point.cpp.
 #include "process_group/process_group.hpp"
 
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
@@ -92,17 +91,6 @@ Group join_group(
   all.groups.remove_if([](const auto& other) { return other.expired(); });
   all.groups.push_back(group);
   return group;
-}
-
-c10::intrusive_ptr<ProcessGroupSymm> ProcessGroupSymm::named(
-    const std::string& group_name, at::Device device, const char* op) {
-  const auto backend = ::c10d::resolve_process_group(group_name)->getBackend(device.type());
-  // torch's own pointer cast would keep an object that it cannot cast alive forever.
-  auto* const symm = dynamic_cast<ProcessGroupSymm*>(backend.get());
-  TORCH_CHECK_VALUE(
-      symm != nullptr, op, ": group \"", group_name, "\" has backend ", backend->getBackendName(),
-      " for ", device.type(), ", not symm");
-  return c10::intrusive_ptr<ProcessGroupSymm>::reclaim_copy(symm);
 }
 
 ProcessGroupSymm::ProcessGroupSymm(

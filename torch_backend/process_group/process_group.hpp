@@ -127,7 +127,7 @@ class ProcessGroupSymm : public ::c10d::Backend {
   WorkPtr barrier(const ::c10d::BarrierOptions& opts) override;
   void monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait_all_ranks) override;
   // Returns the backend for `device` of the group that torch knows as `group_name`. Throws an error
-  // that names `op` if that backend is not symm.
+  // that names `op` if that backend is not symm, nor a wrapper of torch's around it.
   static c10::intrusive_ptr<ProcessGroupSymm> named(
       const std::string& group_name, at::Device device, const char* op);
   // Reduces `input` into the contiguous `output`, which has the same type and shape; `input` is

@@ -4,6 +4,9 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
+#include <pybind11/pybind11.h>
+#include <torch/csrc/utils/pybind.h>
+
 #include <algorithm>
 #include <list>
 #include <map>
@@ -12,6 +15,8 @@
 
 #include "gil.hpp"
 #include "process_group/process_group.hpp"
+
+namespace py = pybind11;
 
 namespace symm {
 
@@ -133,6 +138,27 @@ Group already_joined(Side& side) {
   return lock ? side.group : nullptr;
 }
 
+// Returns the backend that `backend` wraps if TORCH_DISTRIBUTED_DEBUG is DETAIL; otherwise null.
+c10::intrusive_ptr<::c10d::Backend> inside(
+    const c10::intrusive_ptr<::c10d::Backend>& backend) {
+  // Through Python, because the wrapper's C++ header needs those of Gloo.
+  const py::gil_scoped_acquire gil;
+  const auto wrapped = py::getattr(py::cast(backend), "wrapped_pg", py::none());
+  return wrapped.cast<c10::intrusive_ptr<::c10d::Backend>>();
+}
+
+// Returns the backend of symm that `backend` is or wraps; otherwise null.
+c10::intrusive_ptr<ProcessGroupSymm> symm_of(c10::intrusive_ptr<::c10d::Backend> backend) {
+  while (backend) {
+    // torch's own pointer cast would keep an object that it cannot cast alive forever.
+    if (auto* const found = dynamic_cast<ProcessGroupSymm*>(backend.get())) {
+      return c10::intrusive_ptr<ProcessGroupSymm>::reclaim_copy(found);
+    }
+    backend = inside(backend);
+  }
+  return nullptr;
+}
+
 c10::intrusive_ptr<ProcessGroupSymm> symm_backend(
     const TorchGroup& torch_group, c10::DeviceType type) {
   auto devices = torch_group->getDeviceTypes();
@@ -140,9 +166,8 @@ c10::intrusive_ptr<ProcessGroupSymm> symm_backend(
   std::stable_partition(
       devices.begin(), devices.end(), [&](const auto& device) { return device.type() == type; });
   for (const auto& device : devices) {
-    const auto backend = torch_group->getBackend(device.type());
-    if (auto* const found = dynamic_cast<ProcessGroupSymm*>(backend.get())) {
-      return c10::intrusive_ptr<ProcessGroupSymm>::reclaim_copy(found);
+    if (auto found = symm_of(torch_group->getBackend(device.type()))) {
+      return found;
     }
   }
   return nullptr;
@@ -168,6 +193,16 @@ const ::c10d::symmetric_memory::GroupInfo& info_named(const std::string& name) {
 }
 
 } // namespace
+
+c10::intrusive_ptr<ProcessGroupSymm> ProcessGroupSymm::named(
+    const std::string& group_name, at::Device device, const char* op) {
+  const auto backend = ::c10d::resolve_process_group(group_name)->getBackend(device.type());
+  auto found = symm_of(backend);
+  TORCH_CHECK_VALUE(
+      found, op, ": group \"", group_name, "\" has backend ", backend->getBackendName(), " for ",
+      device.type(), ", not symm");
+  return found;
+}
 
 MemoryGroup membership(const std::string& name, c10::DeviceType type) {
   if (const auto torch_group = torch_group_named(name)) {
