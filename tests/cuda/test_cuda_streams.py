@@ -187,7 +187,21 @@ def copied_in_turn(rank: int, world: int) -> None:
         assert bool((every_other == thrice * world).all()), f"all_reduce of {count}"
 
 
-ON_GPUS = [pytest.param(body, marks=needs_gpus) for body in (side_streams, works_in_order)]
+def a_block_of_several_streams(rank: int, world: int) -> None:
+    """A coalesced block waits for the streams on which its calls were made, not only for the one on which it ends."""
+    tensors = [torch.zeros(100_000, device=device()) for _ in range(3)]
+    settle()
+    with dist._coalescing_manager(device=device(), async_ops=True) as manager:
+        for number, tensor in enumerate(tensors):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                late(tensor, rank + 10.0 * number)
+                dist.broadcast(tensor, number % world)
+    manager.wait()
+    for number, tensor in enumerate(tensors):
+        assert bool((tensor == number % world + 10.0 * number).all()), f"call {number}"
+
+
+ON_GPUS = [pytest.param(body, marks=needs_gpus) for body in (side_streams, works_in_order, a_block_of_several_streams)]
 
 
 @pytest.mark.parametrize("body", (*ON_GPUS, each_its_own_way, several_groups, many, copied_in_turn))

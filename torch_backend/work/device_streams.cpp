@@ -46,13 +46,23 @@ c10::Stream DeviceStreams::own_after(SideStream which, const c10::Stream& stream
   return *own;
 }
 
-void DeviceStreams::wait_for_own(SideStream which, const c10::Stream& stream) {
+void DeviceStreams::order(const c10::Stream& other, const c10::Stream& stream) {
   const c10::DeviceGuard guard(device_);
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto& own = own_.at(static_cast<size_t>(which));
-  if (own && *own != stream && capture_of(handle(*own)) == capture_of(handle(stream))) {
-    ready_->record(*own);
+  if (other != stream && capture_of(handle(other)) == capture_of(handle(stream))) {
+    ready_->record(other);
     ready_->block(stream);
+  }
+}
+
+void DeviceStreams::wait_for_own(SideStream which, const c10::Stream& stream) {
+  std::optional<c10::Stream> own;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    own = own_.at(static_cast<size_t>(which));
+  }
+  if (own) {
+    order(*own, stream);
   }
 }
 

@@ -36,8 +36,9 @@ class DeviceStreams {
   // Returns the group's own stream, of high priority, after making it wait for the present work on
   // `stream`.
   c10::Stream own_after(SideStream which, const c10::Stream& stream);
-  // Makes `stream` wait for the present work on the group's own stream, unless only one of them
-  // records a graph.
+  // Makes `stream` wait for the present work on `other`, unless only one of them records a graph.
+  void order(const c10::Stream& other, const c10::Stream& stream);
+  // As `order`, for the present work on the group's own stream.
   void wait_for_own(SideStream which, const c10::Stream& stream);
   // Returns the `CUstream`.
   size_t handle(const c10::Stream& stream) const;

@@ -88,6 +88,9 @@ bool DeviceWork::gather(
     return false;
   }
   operations_.push_back(operation);
+  if (const auto maker = streams_->current(); makers_.empty() || makers_.back() != maker) {
+    makers_.push_back(maker);
+  }
   background_ = background_ || background;
   const bool limited = timeout.count() > 0 && timeout_.value_or(timeout).count() > 0;
   timeout_ = limited ? std::max(timeout, timeout_.value_or(timeout)) : ::c10d::kUnsetTimeout;

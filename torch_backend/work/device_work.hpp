@@ -114,6 +114,8 @@ class DeviceWork final : public ::c10d::Work {
   std::optional<std::chrono::milliseconds> timeout_;
   mutable Phase phase_ = Phase::Batching;
   mutable std::exception_ptr failure_;
+  // The streams that were current when the calls were added; the calls wait for their present work.
+  c10::SmallVector<c10::Stream, 1> makers_;
   // The launching thread's stream, and the stream of the calls: the same one, or one of the group's
   // own.
   std::optional<c10::Stream> origin_;

@@ -37,6 +37,11 @@ void DeviceWork::launch_batch() {
     const c10::DeviceGuard guard(device());
     origin_ = streams_->current();
     stream_ = background_ ? streams_->own_after(own_stream(), *origin_) : *origin_;
+    for (const auto& maker : makers_) {
+      if (maker != *origin_) {
+        streams_->order(maker, *stream_);
+      }
+    }
     enqueue();
     if (background_) {
       // Copies into results that are not contiguous must precede the event at the end, too.
