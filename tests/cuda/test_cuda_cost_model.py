@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from pool import WORLDS, Pool, device, needs_gpus, settle
+from pool import WORLDS, Pool, device, needs_gpus, needs_unshared_gpus, settle
 from torch.distributed.device_mesh import DeviceMesh
 from torch_symm.dtensor import MeshTopoInfo
 from torch_symm.tools.tune import profile, thresholds_cuda
@@ -54,6 +54,7 @@ def test_the_algorithm_that_is_priced_is_the_one_that_runs(pool: Pool, world: in
         assert all(served == {priced: 1} for _, _, priced, served in found), found
 
 
+@needs_unshared_gpus
 def test_calibration_writes_a_profile_of_these_gpus(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     options = ["--device", "cuda", "--ranks", "2", "--largest", "1M", "--seconds", "10", "--output", str(path)]
@@ -70,6 +71,7 @@ def test_calibration_writes_a_profile_of_these_gpus(tmp_path: Path) -> None:
         assert {prices.price(curve["op"], size, 0)[1] for size in curve["bytes"]} == {curve["algorithm"]}, curve
 
 
+@needs_unshared_gpus
 def test_the_search_times_every_kernel_in_graphs() -> None:
     received: dict[tuple[str, int], list[float]] = {}
     ops, largest = ("all_reduce", "broadcast"), 64 << 10

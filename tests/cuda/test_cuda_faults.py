@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from pool import FULL, WORLDS, Pool, captured, device, init, meet, needs_gpus, settle
+from pool import FULL, WORLDS, Pool, captured, device, init, meet, needs_gpus, needs_unshared_gpus, settle
 from test_cuda_errors import rms_norm
 from zero_copy import new_pool, warm
 
@@ -319,6 +319,7 @@ def mapped_by_others(rank: int, world: int, before: int) -> tuple[int, float] | 
     return left, seconds
 
 
+@needs_unshared_gpus
 @pytest.mark.timed
 def test_p21_the_memory_of_a_killed_rank_is_back_within_2_s_while_its_group_lives(pool: Pool) -> None:
     if FULL < 2:
