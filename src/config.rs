@@ -9,6 +9,7 @@ use crate::sys::fork::PerProcess;
 use crate::sys::logging;
 pub use default_choice::DefaultChoice;
 use std::fmt;
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
@@ -272,24 +273,25 @@ impl Config {
             }
             unknown.is_none()
         });
-        let mut number = |name: &str| {
+        let mut number = |name: &str, range: RangeInclusive<u64>| {
             let value = set(name)?;
-            let parsed = value.parse::<u64>().ok();
-            if parsed.is_none() {
-                complaints.push(format!("{name}={value:?} is not a whole number; ignored"));
+            let valid = value.parse::<u64>().ok().filter(|number| range.contains(number));
+            if valid.is_none() {
+                let (least, most) = range.into_inner();
+                complaints.push(format!(
+                    "{name}={value:?} is not a whole number from {least} to {most}; ignored"
+                ));
             }
-            parsed
+            valid
         };
-        let spin = number("SYMM_SPIN").map(|spin| u32::try_from(spin).unwrap_or(u32::MAX));
-        let cpu_threads = number("SYMM_CPU_THREADS").map(|threads| threads.clamp(1, 64) as usize);
-        let max_ctas = number("SYMM_MAX_CTAS")
-            .filter(|&most| most > 0)
-            .map(|most| usize::try_from(most).unwrap_or(usize::MAX));
-        let store_bytes = number("SYMM_STORE_MAX_BYTES")
-            .map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
-        let workspace_mb = number("SYMM_WORKSPACE_MB")
-            .map_or(512, |mebibytes| mebibytes.clamp(1, 1 << 20) as usize);
-        let stats_seconds = number("SYMM_STATS_INTERVAL").unwrap_or(0);
+        let spin = number("SYMM_SPIN", 0..=u32::MAX.into()).map(|spin| spin as u32);
+        let cpu_threads = number("SYMM_CPU_THREADS", 1..=64).map(|threads| threads as usize);
+        let max_ctas = number("SYMM_MAX_CTAS", 1..=u32::MAX.into()).map(|most| most as usize);
+        let store_bytes =
+            number("SYMM_STORE_MAX_BYTES", 4096..=1 << 50).map(|bytes| bytes as usize);
+        let workspace_mb =
+            number("SYMM_WORKSPACE_MB", 1..=1 << 20).map_or(512, |mebibytes| mebibytes as usize);
+        let stats_seconds = number("SYMM_STATS_INTERVAL", 0..=1_000_000).unwrap_or(0);
         let mut checked = |name: &str, is_valid: fn(&str) -> bool, why: &str| {
             set(name).filter(|value| {
                 if !is_valid(value) {

@@ -124,6 +124,28 @@ fn values_are_taken_and_bad_ones_complained_about() {
 }
 
 #[test]
+fn numbers_out_of_range_are_complained_about_and_ignored() {
+    for (name, least, most) in [
+        ("SYMM_SPIN", 0, 4_294_967_295),
+        ("SYMM_CPU_THREADS", 1, 64),
+        ("SYMM_MAX_CTAS", 1, 4_294_967_295),
+        ("SYMM_STORE_MAX_BYTES", 4096, 1 << 50),
+        ("SYMM_WORKSPACE_MB", 1, 1_048_576),
+        ("SYMM_STATS_INTERVAL", 0, 1_000_000),
+    ] {
+        let parse = |value: i64| Config::parse(|key| (key == name).then(|| value.to_string()));
+        for value in [least, most] {
+            assert_eq!(parse(value).1, [""; 0], "{name}={value}");
+        }
+        for value in [least - 1, most + 1] {
+            let expected =
+                format!("{name}=\"{value}\" is not a whole number from {least} to {most}; ignored");
+            assert_eq!(parse(value), (Config::parse(|_| None).0, vec![expected]));
+        }
+    }
+}
+
+#[test]
 fn unknown_levels_of_the_log_are_complained_about() {
     for usable in
         ["info", "OFF", "symm::bootstrap=debug", "warn,symm::p2p=trace", "symm", "debug/knock"]
