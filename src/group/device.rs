@@ -12,7 +12,7 @@ use crate::kernels::cuda::driver::Stream;
 use crate::lock::{lock, unpoisoned};
 use crate::rank::Rank;
 use crate::sync::timeout::CallTimeout;
-use crate::sys::thread;
+use crate::sys::{interrupt, thread};
 use crate::trace;
 use crate::window::{RendezvousContext, SymmetricWindow};
 use std::sync::Arc;
@@ -84,10 +84,16 @@ impl Group {
         self.check_alive()?;
         let limit = CallTimeout::from(Instant::now(), timeout.unwrap_or_else(|| self.timeout()));
         let gather = |bytes: &[u8]| self.gather_on_node(bytes, &limit);
+        let check = || {
+            self.check_alive()?;
+            let about = "the rendezvous of symmetric memory";
+            interrupt::check().map_err(|_| self.control.interrupted(about))
+        };
         let meeting = RendezvousContext {
             control: &self.control,
             gather: &gather,
             limit: &limit,
+            check: &check,
             linked: &self.linked,
             timeout: self.timeout(),
         };

@@ -3,7 +3,7 @@
 use super::address::HeapAddress;
 use super::addresses::{AddressRange, AddressSpace, Backing};
 use super::frame::HeapFrame;
-use super::link::{HeapLink, LinkRef, SegmentOwner, Socket};
+use super::link::{HeapLink, SegmentOwner, Socket};
 use super::remote_heap::ProtocolResult;
 use super::service_thread;
 use crate::error::{Error, Result};
@@ -59,7 +59,7 @@ pub(super) struct HeapSegment {
     /// Memory of the segment; `None` while it is being created, or after it was freed.
     pub(super) piece: Option<Arc<dyn Backing>>,
     /// Answers by link: true if accepted.
-    answers: HashMap<u64, bool>,
+    pub(super) answers: HashMap<u64, bool>,
     /// True once the segment was released. It is freed when no window uses it and the device's work
     /// is done.
     pub(super) released: bool,
@@ -69,7 +69,7 @@ pub(super) struct HeapSegment {
 
 impl HeapSegment {
     /// Returns true if the segment was released and no window uses it.
-    fn is_complete(&self) -> bool {
+    pub(super) fn is_complete(&self) -> bool {
         self.released && self.shown == 0
     }
 }
@@ -273,7 +273,11 @@ impl Heap {
 
     /// Waits until no link is `missing`, except for closed links and links whose peer was late
     /// before; marks the links that are missing at the deadline as late.
-    fn wait(&self, deadline: Instant, missing: impl Fn(&HeapState) -> Vec<Arc<HeapLink>>) {
+    pub(super) fn wait(
+        &self,
+        deadline: Instant,
+        missing: impl Fn(&HeapState) -> Vec<Arc<HeapLink>>,
+    ) {
         let mut state = self.state();
         loop {
             let waiting: Vec<Arc<HeapLink>> = missing(&state)
@@ -289,38 +293,6 @@ impl Heap {
             };
             state = unpoisoned(self.changed.wait_timeout(state, left)).0;
         }
-    }
-
-    /// Returns true if all of `bytes` at `address` are in segments that the peers of all `holds`
-    /// have accepted. Waits up to `patience` for outstanding answers, but only once for a peer that
-    /// does not answer.
-    pub fn reachable<'a>(
-        &self,
-        address: u64,
-        bytes: usize,
-        holds: impl Iterator<Item = &'a LinkRef> + Clone,
-        patience: Duration,
-    ) -> bool {
-        if !self.contains(address) {
-            return false;
-        }
-        let offset = (address - self.base) as usize;
-        let links = || holds.clone().map(LinkRef::link);
-        if links().any(|link| link.is_closed()) {
-            return false;
-        }
-        let answer = |state: &HeapState| state.accepted(offset, bytes, &mut links());
-        let first = answer(&self.state());
-        if first != AcceptResult::Pending || patience.is_zero() {
-            return first == AcceptResult::Yes;
-        }
-        self.wait(Instant::now() + patience, |state| {
-            let pending = |link: &&Arc<HeapLink>| {
-                state.accepted(offset, bytes, &mut std::iter::once(*link)) == AcceptResult::Pending
-            };
-            links().filter(pending).cloned().collect()
-        });
-        answer(&self.state()) == AcceptResult::Yes && !links().any(|link| link.is_closed())
     }
 
     /// Waits until all work that this process has enqueued on the device is done.
@@ -412,53 +384,6 @@ impl Drop for Heap {
         {
             self.range.unmap(*offset, segment.bytes);
         }
-    }
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum AcceptResult {
-    Yes,
-    No,
-    Pending,
-}
-
-impl HeapState {
-    /// Returns whether the peers at the other ends of `links` have accepted the whole range.
-    fn accepted(
-        &self,
-        offset: usize,
-        bytes: usize,
-        links: &mut dyn Iterator<Item = &Arc<HeapLink>>,
-    ) -> AcceptResult {
-        let Some(end) = offset.checked_add(bytes) else { return AcceptResult::No };
-        // Follow the segments without a gap, from the one that contains the first byte.
-        let start = self.segments.range(..=offset).next_back().map_or(offset, |(start, _)| *start);
-        let mut held = Vec::with_capacity(1);
-        let mut reached = start;
-        for (start, segment) in self.segments.range(start..) {
-            if *start != reached || segment.piece.is_none() || segment.is_complete() {
-                break;
-            }
-            held.push(segment);
-            reached = start + segment.bytes;
-            if reached >= end {
-                break;
-            }
-        }
-        if reached < end || held.is_empty() {
-            return AcceptResult::No;
-        }
-        let mut answer = AcceptResult::Yes;
-        for link in links {
-            for segment in &held {
-                match segment.answers.get(&link.number) {
-                    Some(true) => {}
-                    Some(false) => return AcceptResult::No,
-                    None => answer = AcceptResult::Pending,
-                }
-            }
-        }
-        answer
     }
 }
 

@@ -10,7 +10,7 @@ use crate::sys::process;
 use crate::sys::socket::{self, Received};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -50,6 +50,13 @@ impl Socket {
 /// A frame to be sent, with the memory whose file descriptor is attached.
 type OutgoingFrame = (HeapFrame, Option<Arc<dyn Backing>>);
 
+#[derive(Default)]
+struct Outbox {
+    frames: VecDeque<OutgoingFrame>,
+    /// Segments that could not be offered, so that the peer does not know them.
+    unsent: HashSet<u64>,
+}
+
 /// One connection, with the peer's heap at the other end.
 pub(super) struct HeapLink {
     /// Key of the peer's heap.
@@ -60,7 +67,7 @@ pub(super) struct HeapLink {
     pub(super) pid: u32,
     socket: Socket,
     remote: RemoteHeap,
-    outbox: Mutex<VecDeque<OutgoingFrame>>,
+    outbox: Mutex<Outbox>,
     holds: Mutex<Holds>,
     closed: AtomicBool,
     /// True if the peer made a thread wait in vain and has not sent anything since.
@@ -204,27 +211,44 @@ impl HeapLink {
 
     /// Queues `frame` for the thread to send, with the file descriptor of `piece` attached.
     pub(super) fn post(&self, frame: HeapFrame, piece: Option<Arc<dyn Backing>>) {
-        lock(&self.outbox).push_back((frame, piece));
+        lock(&self.outbox).frames.push_back((frame, piece));
     }
 
     /// Returns true if frames are queued.
     pub(super) fn has_mail(&self) -> bool {
-        !lock(&self.outbox).is_empty()
+        !lock(&self.outbox).frames.is_empty()
     }
 
-    /// Sends queued frames until the socket would block.
-    pub(super) fn send(&self) {
-        let mut outbox = lock(&self.outbox);
-        while let Some((frame, piece)) = outbox.front() {
+    /// Sends queued frames until the socket would block. A segment that cannot be offered counts as
+    /// refused by the peer.
+    pub(super) fn send(&self, owner: &dyn SegmentOwner) {
+        loop {
+            let mut outbox = lock(&self.outbox);
+            let Some((frame, piece)) = outbox.frames.front() else { return };
+            let (frame, piece) = (*frame, piece.clone());
+            // Threads that hold the owner's lock post frames, so the owner is called without the
+            // lock of the outbox.
+            if let HeapFrame::Withdraw { id } = frame
+                && outbox.unsent.remove(&id)
+            {
+                outbox.frames.pop_front();
+                drop(outbox);
+                owner.gone(self.number, id);
+                continue;
+            }
             let descriptor = match piece.as_ref().map(|piece| piece.export()).transpose() {
                 Ok(descriptor) => descriptor,
                 Err(error) => {
-                    // The peer never learns of this segment, so calls on it are staged.
                     log::warn!(
                         "a segment of symmetric memory cannot be given to process {}: {error}",
                         self.pid
                     );
-                    outbox.pop_front();
+                    outbox.frames.pop_front();
+                    if let HeapFrame::Offer { id, .. } = frame {
+                        outbox.unsent.insert(id);
+                        drop(outbox);
+                        let _ = owner.answered(self.number, id, false);
+                    }
                     continue;
                 }
             };
@@ -233,7 +257,7 @@ impl HeapLink {
                 &frame.encode(),
                 descriptor.as_ref().map(AsFd::as_fd),
             ) {
-                Ok(()) => drop(outbox.pop_front()),
+                Ok(()) => drop(outbox.frames.pop_front()),
                 // Retried later: the peer is slow, too many file descriptors are in flight, or a
                 // signal interrupted the call.
                 Err(

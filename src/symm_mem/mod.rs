@@ -18,6 +18,7 @@ mod host;
 mod link;
 pub mod peers;
 mod pins;
+mod reach;
 mod remote_heap;
 mod service;
 mod service_thread;

@@ -1,18 +1,21 @@
 //! The symmetric memory of a group: every rank's heap, as mapped for this rank's device.
 
+use super::reach::AcceptResult;
 use super::{FailureCheck, Heap, HeapAddress, LinkRef, SegmentPin};
 use crate::control::ControlBlock;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::span::Span;
 use crate::rank::Rank;
 use crate::sync::timeout::CallTimeout;
+use crate::sys::interrupt::SIGNAL_POLL;
 use std::cell::OnceCell;
+use std::iter;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 /// How long the first call on a segment waits for peers to map it; after that the call is staged.
 const SEGMENT_MAP_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long a rank waits for a link that its peer has made.
+/// How long a rank waits for links that its peers have made, in all attempts together.
 const HEAP_LINK_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum number of attempts to link. An attempt fails if the last group at the other end of a
 /// link closes the link just as this rank finds it.
@@ -67,10 +70,10 @@ pub fn step(
     Ok(all.into_iter().map(|message| message[1..][..bytes].to_vec()).collect())
 }
 
-/// Returns `most`, or half of the rest of `limit` if that is less: all ranks wait for this rank,
-/// and if it fails, the reason must reach them before their limit.
-fn wait_budget(limit: &CallTimeout, most: Duration) -> Duration {
-    most.min(limit.remaining().unwrap_or_default() / 2)
+/// Returns half of the rest of `limit`: all ranks wait for this rank, and if it fails, the reason
+/// must reach them before their limit.
+pub fn wait_budget(limit: &CallTimeout) -> Duration {
+    limit.remaining().unwrap_or_default() / 2
 }
 
 /// The reason why the ranks' heaps could not be linked.
@@ -124,13 +127,12 @@ impl PeerHeaps {
                 without.map_or_else(|| "this rank".into(), |(rank, _)| control.describe(rank));
             return Ok(Err(format!("{without} has none to give")));
         };
-        // One deadline for all attempts: a retry replaces a link that was closing when it was
-        // found, and this needs no wait.
-        let patience = wait_budget(limit, HEAP_LINK_TIMEOUT);
-        let deadline = Instant::now() + patience;
-        let first = OnceCell::new();
+        // One budget for all attempts: a retry replaces a link that was closing when it was found,
+        // and this needs no wait. The steps, which wait for ranks that are late, do not use it up.
+        let patience = wait_budget(limit).min(HEAP_LINK_TIMEOUT);
+        let (mut left, first) = (patience, OnceCell::new());
         for _ in 0..ATTEMPTS {
-            match Self::attempt(control, step, heap, &addresses, failed, deadline)? {
+            match Self::attempt(control, step, heap, &addresses, failed, &mut left)? {
                 Ok(heaps) => return Ok(Ok(heaps)),
                 Err(reason) => drop(first.set(reason)),
             }
@@ -148,7 +150,7 @@ impl PeerHeaps {
         heap: &Arc<Heap>,
         addresses: &[HeapAddress],
         failed: &FailureCheck,
-        deadline: Instant,
+        patience: &mut Duration,
     ) -> Result<std::result::Result<Self, UnavailableReason>> {
         let me = control.rank().index();
         // The end with the lower key connects, and sends the link's number.
@@ -167,6 +169,7 @@ impl PeerHeaps {
         }
         let messages = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
         let messages = step(8 * addresses.len(), Ok(messages))?;
+        let deadline = Instant::now() + *patience;
         for (rank, address) in addresses.iter().enumerate().filter(|(_, address)| own > address.key)
         {
             let number = messages[rank]
@@ -182,6 +185,7 @@ impl PeerHeaps {
                 }
             }
         }
+        *patience = deadline.saturating_duration_since(Instant::now());
         // For each rank a flag, set if this rank has no link to it; then the reason.
         let n = addresses.len();
         let mut lacking: Vec<u8> = (0..n)
@@ -280,209 +284,46 @@ impl PeerHeaps {
     /// Returns true if all of `span` is in memory of this rank that every peer has mapped. Waits
     /// briefly, and only once, for peers that have not answered yet.
     pub fn reachable(&self, span: Span) -> bool {
-        self.reachable_within(span, SEGMENT_MAP_TIMEOUT)
-    }
-
-    fn reachable_within(&self, span: Span, patience: Duration) -> bool {
         !self.heap.is_empty()
             && self.heap.reachable(
                 span.addr as u64,
                 span.bytes,
                 self.holds.iter().flatten(),
-                patience,
+                SEGMENT_MAP_TIMEOUT,
             )
     }
 
-    /// Returns the ranks that have not mapped `span`, which a window uses. Waits for them up to
-    /// `SEGMENT_MAP_TIMEOUT`, or for half of the rest of `limit` if that is less.
-    pub fn unmapped_by(&self, span: Span, limit: &CallTimeout) -> Vec<Rank> {
-        if self.holds.iter().all(Option::is_none)
-            || self.reachable_within(span, wait_budget(limit, SEGMENT_MAP_TIMEOUT))
-        {
-            return Vec::new();
+    /// Returns the ranks that have not mapped `span` by `deadline`; a window cannot do without any
+    /// of them. Returns at once if a rank refuses. Calls `check` at least every [`SIGNAL_POLL`],
+    /// and fails when it fails.
+    pub fn unmapped_by(
+        &self,
+        span: Span,
+        deadline: Instant,
+        check: &dyn Fn() -> Result<()>,
+    ) -> Result<Vec<Rank>> {
+        let (address, bytes) = (span.addr as u64, span.bytes);
+        let holds = || self.holds.iter().flatten();
+        if holds().next().is_none() {
+            return Ok(Vec::new());
         }
-        let maps = |hold: &LinkRef| {
-            self.heap.reachable(span.addr as u64, span.bytes, std::iter::once(hold), Duration::ZERO)
+        let wanted = loop {
+            check()?;
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.heap.await_answer(address, bytes, holds(), left.min(SIGNAL_POLL)) {
+                AcceptResult::Yes => return Ok(Vec::new()),
+                AcceptResult::Pending if !left.is_zero() => {}
+                answer @ (AcceptResult::No | AcceptResult::Pending) => break answer,
+            }
         };
-        let without = self
-            .holds
-            .iter()
-            .enumerate()
-            .filter(|(_, hold)| hold.as_ref().is_some_and(|hold| !maps(hold)));
-        without.map(|(rank, _)| Rank(rank as u32)).collect()
+        let answers = |hold: &LinkRef| {
+            self.heap.await_answer(address, bytes, iter::once(hold), Duration::ZERO) == wanted
+        };
+        let without =
+            self.holds.iter().enumerate().filter(|(_, hold)| hold.as_ref().is_some_and(answers));
+        Ok(without.map(|(rank, _)| Rank(rank as u32)).collect())
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::control::tests::controls;
-    use crate::symm_mem::tests::host::{Host, PAGE, read, write};
-    use std::cell::Cell;
-    use std::sync::{Condvar, Mutex};
-
-    const N: usize = 4;
-
-    fn limit() -> CallTimeout {
-        CallTimeout::from(Instant::now(), Duration::from_secs(60))
-    }
-
-    /// The messages of all ranks, by step.
-    #[derive(Default)]
-    struct Table {
-        messages: Mutex<Vec<[Option<Vec<u8>>; N]>>,
-        changed: Condvar,
-    }
-
-    impl Table {
-        fn step(&self, rank: usize, number: usize, own: Vec<u8>) -> Vec<Vec<u8>> {
-            let mut messages = self.messages.lock().expect("not poisoned");
-            if messages.len() <= number {
-                messages.resize(number + 1, Default::default());
-            }
-            messages[number][rank] = Some(own);
-            self.changed.notify_all();
-            let limit = Duration::from_secs(30);
-            let late = |messages: &mut Vec<[Option<Vec<u8>>; N]>| {
-                messages[number].iter().any(Option::is_none)
-            };
-            let (messages, over) =
-                self.changed.wait_timeout_while(messages, limit, late).expect("not poisoned");
-            assert!(!over.timed_out(), "rank {rank} waits for others in step {number}");
-            messages[number].iter().flatten().cloned().collect()
-        }
-    }
-
-    /// Runs `body` on ranks that are threads. Each has its own heap, and a step function that
-    /// exchanges messages with all ranks.
-    fn with_ranks(body: impl Fn(&ControlBlock, usize, &Arc<Heap>, &StepFn<'_>) + Sync) {
-        let (controls, table) = (controls(N as u32), Table::default());
-        std::thread::scope(|scope| {
-            for (rank, control) in controls.iter().enumerate() {
-                let (table, body) = (&table, &body);
-                scope.spawn(move || {
-                    let heap = Heap::new(Arc::new(Host::new(16))).expect("made");
-                    let number = Cell::new(0);
-                    let step = |bytes: usize, own: Result<Vec<u8>>| {
-                        let own = own.expect("messages");
-                        assert_eq!(own.len(), bytes);
-                        Ok(table.step(rank, number.replace(number.get() + 1), own))
-                    };
-                    body(control, rank, &heap, &step);
-                });
-            }
-        });
-    }
-
-    fn reported(heap: &Heap, step: &StepFn<'_>) -> Vec<Option<HeapAddress>> {
-        let messages =
-            step(HeapAddress::BYTES, Ok(heap.address().encode().to_vec())).expect("messages");
-        messages.iter().map(|bytes| bytes[..].try_into().ok().map(HeapAddress::decode)).collect()
-    }
-
-    /// Links `heap` with the heaps at `addresses`; all ranks agree on the outcome.
-    fn linked(
-        control: &ControlBlock,
-        step: &StepFn<'_>,
-        heap: Option<&Arc<Heap>>,
-        addresses: &[Option<HeapAddress>],
-        limit: &CallTimeout,
-    ) -> std::result::Result<PeerHeaps, String> {
-        let failed: FailureCheck = Arc::new(|| false);
-        PeerHeaps::link(control, step, heap, addresses, &failed, limit).expect("agreed")
-    }
-
-    #[test]
-    fn what_a_rank_allocates_all_others_reach() {
-        with_ranks(|control, me, heap, step| {
-            let addresses = reported(heap, step);
-            let heaps = linked(control, step, Some(heap), &addresses, &limit()).expect("linked");
-            let spans = |addr: u64| vec![Span { addr: addr as usize, bytes: PAGE }];
-            assert!(!heaps.holds_any(spans(heap.base()).iter()), "nothing is allocated");
-            // Each rank's tensor has a different offset.
-            let held: Vec<u64> = (0..=me).map(|_| heap.allocate(PAGE).expect("room")).collect();
-            let address = held[me];
-            assert!(heaps.holds_any(spans(address).iter()) && !heaps.holds_any(spans(4096).iter()));
-            write(address, 100 + me as u64);
-            assert!(heaps.reachable(spans(address)[0]));
-            assert!(!heaps.reachable(Span { addr: address as usize, bytes: 2 * PAGE }));
-            let messages =
-                step(8, Ok((address - heap.base()).to_le_bytes().to_vec())).expect("messages");
-            for (rank, offset) in messages.iter().enumerate() {
-                let offset = u64::from_le_bytes(offset[..].try_into().expect("8 bytes"));
-                assert_eq!(
-                    read(heaps.bases[rank] + offset),
-                    100 + rank as u64,
-                    "rank {rank} as rank {me} sees it"
-                );
-            }
-            step(0, Ok(Vec::new())).expect("all have looked");
-        });
-    }
-
-    #[test]
-    fn groups_come_and_go_in_any_order() {
-        with_ranks(|control, me, heap, step| {
-            let addresses = reported(heap, step);
-            heap.allocate(PAGE).expect("room");
-            let mut before = None;
-            let begun = Instant::now();
-            for round in 0..20 {
-                let heaps =
-                    linked(control, step, Some(heap), &addresses, &limit()).expect("linked");
-                assert!(
-                    heaps.reachable(Span { addr: heap.base() as usize, bytes: PAGE }),
-                    "round {round}"
-                );
-                step(0, Ok(Vec::new())).expect("all have looked");
-                // Some ranks drop a group before they make the next one, and some after it, so that
-                // a rank may find a link which is just closing.
-                before = (round % N == me).then_some(heaps);
-                std::thread::sleep(Duration::from_micros((me * round * 7 % 50) as u64));
-            }
-            drop(before);
-            assert!(
-                begun.elapsed() < HEAP_LINK_TIMEOUT,
-                "nobody waits for a link that has closed: {:?}",
-                begun.elapsed()
-            );
-        });
-    }
-
-    #[test]
-    fn one_rank_without_a_heap_is_enough_for_none_to_link() {
-        with_ranks(|control, me, heap, step| {
-            let mut addresses = reported(heap, step);
-            addresses[2] = None;
-            let own = (me != 2).then_some(heap);
-            let reason =
-                linked(control, step, own, &addresses, &limit()).err().expect("not linked");
-            assert!(reason.contains("rank 2"), "{reason}");
-        });
-    }
-
-    #[test]
-    fn a_link_that_does_not_come_is_named_before_the_limit() {
-        with_ranks(|control, me, heap, step| {
-            let mut addresses = reported(heap, step);
-            // All others connect to the rank with the highest key; they get the name of a listener
-            // that does not exist.
-            let last = (0..N)
-                .max_by_key(|&rank| addresses[rank].map(|address| address.key))
-                .expect("ranks");
-            if let Some(address) = &mut addresses[last] {
-                address.listener = [7; 16];
-            }
-            let begun = Instant::now();
-            let limit = CallTimeout::from(begun, Duration::from_millis(800));
-            let Err(reason) = linked(control, step, Some(heap), &addresses, &limit) else {
-                panic!("rank {me} is linked with a rank that cannot be found")
-            };
-            assert!(
-                reason.contains("no link with") && reason.contains(&format!("rank {last}")),
-                "{reason}"
-            );
-            assert!(limit.remaining().is_some(), "{:?}", begun.elapsed());
-        });
-    }
-}
+mod tests;

@@ -90,8 +90,8 @@ fn run(wake: &Waker) {
             .iter()
             .flat_map(|heap| heap.links().into_iter().map(|link| (Arc::clone(heap), link)))
             .collect();
-        for (_, link) in &links {
-            link.send();
+        for (heap, link) in &links {
+            link.send(&**heap);
         }
         let ready = wait(wake, &heaps, &unidentified, &links, deaf);
         let (listeners, rest) = ready.split_at(heaps.len());

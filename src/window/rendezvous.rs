@@ -8,13 +8,13 @@ use crate::control::ControlBlock;
 use crate::error::{Error, Result};
 use crate::lock::lock;
 use crate::rank::Rank;
-use crate::symm_mem::peers::{AllGather, PeerHeaps, PeerHeapsCell, StepFn, step};
+use crate::symm_mem::peers::{AllGather, PeerHeaps, PeerHeapsCell, StepFn, step, wait_budget};
 use crate::symm_mem::{FailureCheck, HOST, Heap};
 use crate::sync::timeout::CallTimeout;
 use crate::sys::fork::ProcessOwned;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The inputs of a rendezvous: the group whose ranks meet, and its deadline.
 pub struct RendezvousContext<'a> {
@@ -24,6 +24,8 @@ pub struct RendezvousContext<'a> {
     pub gather: &'a AllGather<'a>,
     /// The deadline of the rendezvous.
     pub limit: &'a CallTimeout,
+    /// Fails if this rank must not wait any longer, whatever the deadline.
+    pub check: &'a dyn Fn() -> Result<()>,
     /// Where the group's collectives find the linked heaps of host memory.
     pub linked: &'a PeerHeapsCell,
     /// Default timeout of the window's signals.
@@ -94,11 +96,12 @@ impl RendezvousContext<'_> {
             }
         };
         let bytes = all.iter().map(|offer| offer.bytes).min().unwrap_or(0) as usize;
-        let reach = |offset: u64, bytes: usize| {
-            let lacking = heaps.unmapped_by(
-                Span { addr: (heap.base() + offset) as usize, bytes: bytes.max(1) },
-                limit,
-            );
+        let deadline = Instant::now() + wait_budget(limit);
+        let lacking = |offset: u64, bytes: usize| {
+            let addr = (heap.base() + offset) as usize;
+            heaps.unmapped_by(Span { addr, bytes: bytes.max(1) }, deadline, self.check)
+        };
+        let reach = |lacking: Vec<Rank>, bytes: usize| {
             if lacking.is_empty() {
                 return Ok(());
             }
@@ -110,8 +113,9 @@ impl RendezvousContext<'_> {
                 names.join(", ")
             )))
         };
-        let reached =
-            reach(own.buffer, bytes).and_then(|()| reach(own.pad, own.pad_bytes as usize));
+        let pad_bytes = own.pad_bytes as usize;
+        let (without, without_pad) = (lacking(own.buffer, bytes)?, lacking(own.pad, pad_bytes)?);
+        let reached = reach(without, bytes).and_then(|()| reach(without_pad, pad_bytes));
         step(0, reached.map(|()| Vec::new()))?;
         // Peers' addresses are checked below: all of the memory is pinned, or the window does not
         // open.

@@ -17,12 +17,26 @@ pub(crate) struct Host {
     pub(super) busy: AtomicBool,
     /// True if mapping peers' memory fails.
     pub(super) alone: Arc<AtomicBool>,
+    /// True if exporting memory to peers fails.
+    pub(super) private: Arc<AtomicBool>,
 }
 
 struct Fallible {
     range: Box<dyn AddressRange>,
     exhausted: Arc<AtomicBool>,
     alone: Arc<AtomicBool>,
+    private: Arc<AtomicBool>,
+}
+
+struct FallibleBacking(Arc<dyn Backing>, Arc<AtomicBool>);
+
+impl Backing for FallibleBacking {
+    fn export(&self) -> Result<OwnedFd> {
+        if self.1.load(Ordering::Relaxed) {
+            return Err(Error::config("no free descriptor"));
+        }
+        self.0.export()
+    }
 }
 
 impl Host {
@@ -33,6 +47,7 @@ impl Host {
             exhausted: Arc::default(),
             busy: AtomicBool::new(false),
             alone: Arc::default(),
+            private: Arc::default(),
         }
     }
 }
@@ -52,6 +67,7 @@ impl AddressSpace for Host {
             range,
             exhausted: Arc::clone(&self.exhausted),
             alone: Arc::clone(&self.alone),
+            private: Arc::clone(&self.private),
         }))
     }
 
@@ -77,7 +93,8 @@ impl AddressRange for Fallible {
         if self.exhausted.load(Ordering::Relaxed) {
             return Err(Error::config("out of memory"));
         }
-        self.range.create(offset, bytes)
+        let backing = self.range.create(offset, bytes)?;
+        Ok(Arc::new(FallibleBacking(backing, Arc::clone(&self.private))))
     }
 
     fn import(&self, offset: usize, bytes: usize, descriptor: OwnedFd) -> Result<()> {

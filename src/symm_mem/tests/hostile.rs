@@ -15,7 +15,7 @@ use rustix::io::Errno;
 use std::io::Write as _;
 
 /// A peer that sends what the test wants.
-struct Raw {
+pub(in crate::symm_mem) struct Raw {
     socket: OwnedFd,
     key: [u8; 16],
     number: u64,
@@ -26,7 +26,7 @@ impl Raw {
         socket::connect_to(&heap.address().name()).expect("connects")
     }
 
-    fn new(heap: &Heap) -> Self {
+    pub(in crate::symm_mem) fn new(heap: &Heap) -> Self {
         let (socket, key) = (Self::knock(heap), random::bytes().expect("random"));
         let number = u64::from_le_bytes(random::bytes().expect("random"));
         let raw = Self { socket, key, number };
@@ -40,14 +40,14 @@ impl Raw {
     }
 
     /// Returns the claim of `heap` to this link.
-    fn hold(&self, heap: &Heap) -> LinkRef {
+    pub(in crate::symm_mem) fn hold(&self, heap: &Heap) -> LinkRef {
         let address = HeapAddress { key: self.key, listener: [0; 16], span: 0 };
         heap.meet(&address, self.number, &healthy(), Instant::now() + PATIENCE)
             .expect("the thread runs")
             .expect("admitted")
     }
 
-    fn say(&self, frame: HeapFrame) {
+    pub(in crate::symm_mem) fn say(&self, frame: HeapFrame) {
         self.send(&frame.encode());
     }
 

@@ -112,6 +112,22 @@ fn a_peer_that_cannot_map_refuses() {
 }
 
 #[test]
+fn a_segment_that_cannot_be_offered_counts_as_refused_and_the_link_stays() {
+    let ((one, host), (other, _)) = (heap(16), heap(16));
+    let (near, far) = link(&one, &other, &healthy());
+    host.private.store(true, Ordering::Relaxed);
+    let address = one.allocate(PAGE).expect("room");
+    let begun = Instant::now();
+    assert!(!reachable(&one, address, 8, &near));
+    assert!(begun.elapsed() < PATIENCE / 2, "its owner says so: {:?}", begun.elapsed());
+    one.release(address).expect("known");
+    host.private.store(false, Ordering::Relaxed);
+    let address = one.allocate(PAGE).expect("room");
+    assert!(reachable(&one, address, 8, &near) && mapped(&far) == 1);
+    assert!(!near.link().is_closed() && !far.link().is_closed());
+}
+
+#[test]
 fn groups_share_a_link_which_closes_with_the_last_and_is_made_again() {
     let ((one, _), (other, _)) = (heap(16), heap(16));
     let address = one.allocate(PAGE).expect("room");

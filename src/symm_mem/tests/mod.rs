@@ -1,7 +1,7 @@
 //! Heaps of host memory, linked within one process and between two.
 
 pub(crate) mod host;
-mod hostile;
+pub(super) mod hostile;
 mod links;
 mod processes;
 
