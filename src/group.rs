@@ -285,6 +285,8 @@ impl Group {
         // Threads that were blocked in a rendezvous have been released by now.
         self.domains.drain(left());
         self.control.note_departure(farewell);
+        // Threads that were blocked in signals or operators of windows end with an error.
+        self.control.end_lone_waits();
         if launched {
             launch_log::abandon(&self.control);
         }
@@ -374,7 +376,7 @@ impl Group {
     pub fn check_open(&self) -> Result<()> {
         self.check_process()?;
         if self.closed.load(Ordering::Acquire) {
-            return Err(Error::aborted(format!("group \"{}\" was destroyed", self.control.name())));
+            return Err(self.control.destroyed());
         }
         Ok(())
     }

@@ -113,6 +113,8 @@ pub struct ControlBlock {
     pub(super) spins: u32,
     /// How often this rank found a lower rank in need of the core on which this rank spins.
     pub(super) yields_to_peer: AtomicU32,
+    /// Number of threads that wait in `wait_alone` and do not spin any more.
+    pub(super) lone_waits: AtomicU32,
     /// True once the early warning has been logged; one per group is enough.
     pub(super) warned: AtomicBool,
 }
@@ -143,6 +145,7 @@ impl ControlBlock {
             kernel_progress: OnceLock::new(),
             spins,
             yields_to_peer: AtomicU32::new(0),
+            lone_waits: AtomicU32::new(0),
             warned: AtomicBool::new(false),
         }
     }

@@ -8,8 +8,8 @@ use crate::sync::final_check::lost;
 use crate::sync::timeout::CallTimeout;
 use crate::sys::cpu_affinity;
 use crate::sys::interrupt::Interrupts;
-use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
 
 /// The purpose of a wait, which decides how the wait fails.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -30,10 +30,28 @@ const CHECK_TURNS: u32 = 64;
 const CORE_CHECK_TURNS: u32 = 16;
 /// A rank that spins on a core which a peer needs tries to move away once in this many cases.
 const MIGRATE_EVERY: u32 = 8;
+/// How long a rank that leaves waits for its other threads to notice, which sleep 50 ms at most.
+const LONE_WAIT_END: Duration = Duration::from_millis(200);
 /// Number of yields before a waiting thread sleeps: some 100 µs on an uncontended core, twice the
 /// cost of sleeping and waking. If another thread wants the core, it often belongs to the very rank
 /// for which this thread waits.
 pub const YIELD_TURNS: u32 = 200;
+
+/// A thread in `wait_alone` that does not spin any more, as one of a count of such threads.
+struct LoneWait<'a>(&'a AtomicU32);
+
+impl<'a> LoneWait<'a> {
+    fn new(count: &'a AtomicU32) -> Self {
+        count.fetch_add(1, Ordering::SeqCst);
+        Self(count)
+    }
+}
+
+impl Drop for LoneWait<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
 
 impl ControlBlock {
     /// Returns true if one of `peers` needs the core on which this thread runs, so that spinning
@@ -83,7 +101,8 @@ impl ControlBlock {
         self.wait(limit, about, missing, WaitPurpose::Together)
     }
 
-    /// Waits like `wait_for_peers`, but a timeout fails only this call and not the group.
+    /// Waits like `wait_for_peers`, but a timeout fails only this call and not the group. If this
+    /// rank leaves the group meanwhile, the wait fails with `Aborted`.
     pub fn wait_alone(
         &self,
         limit: &CallTimeout,
@@ -91,6 +110,20 @@ impl ControlBlock {
         missing: impl Fn(Rank) -> bool,
     ) -> Result<()> {
         self.wait(limit, about, missing, WaitPurpose::Alone)
+    }
+
+    /// Returns once every thread in `wait_alone` has noticed that this rank has left the group, but
+    /// after [`LONE_WAIT_END`] at the latest.
+    pub fn end_lone_waits(&self) {
+        let give_up = Instant::now() + LONE_WAIT_END;
+        while self.lone_waits.load(Ordering::SeqCst) != 0 && Instant::now() < give_up {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// The error of a call on a group that this rank has left.
+    pub fn destroyed(&self) -> Error {
+        Error::aborted(format!("group \"{}\" was destroyed", self.name()))
     }
 
     #[inline]
@@ -129,8 +162,16 @@ impl ControlBlock {
         purpose: WaitPurpose,
     ) -> Result<()> {
         let first_missing = || self.peers().any(missing);
+        let _lone = (purpose == WaitPurpose::Alone).then(|| LoneWait::new(&self.lone_waits));
         let (mut turns, mut interrupts) = (0, None::<Interrupts>);
         while first_missing() {
+            // A failure of the group says more.
+            if purpose == WaitPurpose::Alone
+                && self.departure(self.rank).is_some()
+                && self.failure().is_none()
+            {
+                return Err(self.destroyed());
+            }
             let trouble = self.trouble(limit, about, missing);
             match trouble.or_else(|| {
                 if purpose == WaitPurpose::Together {

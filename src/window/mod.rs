@@ -197,7 +197,7 @@ impl SymmetricWindow {
         // Otherwise ranks that have all left could still signal each other in memory that stays
         // mapped.
         if self.control.exit_reason(self.rank()).is_some() {
-            return Err(Error::aborted(format!("group \"{}\" was destroyed", self.control.name())));
+            return Err(self.control.destroyed());
         }
         let slot = SignalPads::slot(channel, self.pad.bytes, self.control.size())?;
         Ok((slot, timeout.unwrap_or(self.timeout)))

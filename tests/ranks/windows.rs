@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 use symm::coll::call::Span;
 use symm::dtype::{DType, ReduceOp};
-use symm::error::ErrorKind;
+use symm::error::{ErrorKind, Result};
 use symm::group::Group;
 use symm::symm_mem::HOST;
 use symm::window::SymmetricWindow;
@@ -138,6 +138,42 @@ fn a_rank_that_does_not_come_is_named() {
                 std::thread::sleep(Duration::from_millis(1));
             }
         }
+    });
+}
+
+#[test]
+fn a_thread_blocked_in_a_signal_is_released_when_another_destroys_the_group() {
+    let over = AtomicBool::new(false);
+    with_ranks(2, |group, me| {
+        let (window, address) = &window(group, 64);
+        window.put_signal(1 - me as i32, 5, None, 0).unwrap();
+        if me == 1 {
+            let begun = Instant::now();
+            while !over.load(Ordering::Acquire) && begun.elapsed() < Duration::from_secs(100) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            return;
+        }
+        let waits: [fn(&SymmetricWindow) -> Result<()>; 3] = [
+            |window| window.barrier(0, None, 0),
+            |window| window.wait_signal(1, 3, None, 0),
+            |window| window.put_signal(1, 5, None, 0),
+        ];
+        std::thread::scope(|scope| {
+            let threads = waits.map(|wait| scope.spawn(move || wait(window)));
+            std::thread::sleep(Duration::from_millis(300));
+            let begun = Instant::now();
+            group.destroy(Duration::from_secs(60), "");
+            for thread in threads {
+                let error = thread.join().unwrap().unwrap_err();
+                assert_eq!(error.kind, ErrorKind::Aborted, "{error}");
+                assert!(error.message.contains("group \"test\" was destroyed"), "{error}");
+            }
+            assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
+        });
+        assert_eq!(group.failure(), None);
+        over.store(true, Ordering::Release);
+        allocations::free(*address).unwrap();
     });
 }
 
