@@ -4,7 +4,7 @@
 use super::claim::RankClaim;
 use super::collect_records::{RECORD_POLL_MAX, RECORD_POLL_MIN, RankRecords, read};
 use super::handshake::{BUFFER, JoinHello, JoinReply};
-use super::{Attempt, JoinedSegment, MemberProcess, PROCESS_EXIT_DELAY};
+use super::{Attempt, JoinedSegment, MemberProcess, PROCESS_EXIT_DELAY, SIGNAL_POLL};
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::shm::{ShmSegment, reserve};
 use crate::rank::{Rank, name_ranks};
@@ -138,6 +138,7 @@ impl SegmentDistribution<'_> {
                 });
                 return self.serve(&ready);
             }
+            self.attempt.check_interrupt()?;
             let clock = &self.attempt.clock;
             if clock.remaining().is_zero() {
                 return Err(Error::timeout(format!(
@@ -161,7 +162,7 @@ impl SegmentDistribution<'_> {
                 .pending
                 .iter()
                 .map(|guest| guest.since + HANDSHAKE_TIMEOUT)
-                .fold(clock.deadline.min(next_look), Instant::min);
+                .fold(clock.deadline.min(next_look).min(now + SIGNAL_POLL), Instant::min);
             let ready = self.poll(until.saturating_duration_since(now))?;
             self.serve(&ready)?;
         }
@@ -341,6 +342,7 @@ impl SegmentDistribution<'_> {
                     Err(Errno::TOOMANYREFS | Errno::AGAIN | Errno::INTR)
                         if !self.attempt.clock.remaining().is_zero() =>
                     {
+                        self.attempt.check_interrupt()?;
                         std::thread::sleep(Duration::from_millis(1));
                     }
                     Err(Errno::PIPE | Errno::CONNRESET) => return Err(self.left(rank)),

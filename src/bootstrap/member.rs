@@ -4,7 +4,9 @@ use super::claim::RankClaim;
 use super::collect_records::{RankRecords, RecordStatus, STALE_RECORD_POLL, read};
 use super::handshake::{BUFFER, JoinHello, JoinReply};
 use super::record::JoinRecord;
-use super::{Attempt, COORDINATOR_GRACE, JoinedSegment, MemberProcess, PROCESS_EXIT_DELAY};
+use super::{
+    Attempt, COORDINATOR_GRACE, JoinedSegment, MemberProcess, PROCESS_EXIT_DELAY, SIGNAL_POLL,
+};
 use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::sys::required::Required;
@@ -67,6 +69,7 @@ fn ask(
     };
     let answer_by = attempt.clock.deadline + COORDINATOR_GRACE;
     loop {
+        attempt.check_interrupt()?;
         let remaining = answer_by.saturating_duration_since(Instant::now());
         if remaining.is_zero() {
             return Err(late(attempt, leader));
@@ -75,7 +78,7 @@ fn ask(
         if let Some(pidfd) = &process.pidfd {
             fds.push(PollFd::from_borrowed_fd(pidfd.as_fd(), PollFlags::IN));
         }
-        match poll(&mut fds, Timespec::try_from(remaining).ok().as_ref()) {
+        match poll(&mut fds, Timespec::try_from(remaining.min(SIGNAL_POLL)).ok().as_ref()) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(errno) => return Err(attempt.refused(Required::Poll, errno)),
         }
@@ -117,6 +120,7 @@ fn greet(attempt: &Attempt<'_>, leader: &JoinRecord) -> Result<Option<OwnedFd>> 
                 if attempt.clock.remaining().is_zero() {
                     return Err(late(attempt, leader));
                 }
+                attempt.check_interrupt()?;
                 std::thread::sleep(Duration::from_millis(1));
             }
             Err(errno) => return Err(attempt.refused(Required::Connect, errno)),

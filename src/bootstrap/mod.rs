@@ -37,10 +37,11 @@ use crate::rank::Rank;
 use crate::store::Store;
 use crate::store::deadline::DeadlineStore;
 use crate::store::prefix::PrefixStore;
+use crate::sys::interrupt::{self, SIGNAL_POLL};
 use crate::sys::node_id::{self, NodeId};
 use crate::sys::process::{self, ProcessId};
+use crate::sys::random;
 use crate::sys::required::{self, Required};
-use crate::sys::{interrupt, random};
 use claim::{Published, RankClaim};
 use collect_records::Gathered;
 use join_deadline::JoinDeadline;
@@ -209,10 +210,11 @@ impl Attempt<'_> {
         let shortest = STORE_POLL_MIN * keys.len() as u32;
         let until = self.clock.deadline.min(Instant::now() + limit);
         loop {
+            // Before the keys, because callers wait again for keys that exist.
+            self.check_interrupt()?;
             if self.store.check(&keys)? {
                 return Ok(true);
             }
-            interrupt::check()?;
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() || news() {
                 return Ok(false);
@@ -221,6 +223,12 @@ impl Attempt<'_> {
                 (self.clock.started.elapsed() / 4).clamp(shortest, STORE_POLL_MAX).min(left),
             );
         }
+    }
+
+    /// Fails if a signal has ended this rank's wait. Every loop of joining calls this at least once
+    /// per [`SIGNAL_POLL`].
+    fn check_interrupt(&self) -> Result<()> {
+        interrupt::check().map_err(|error| self.unable(error))
     }
 
     /// Returns the error for a `rank` whose process has ended, if another group knows of that end.

@@ -80,6 +80,7 @@ pub(super) fn reject_taken(attempt: &Attempt<'_>, wait: bool) -> Result<()> {
         if !wait || Instant::now() >= give_up {
             return Err(attempt.twice(pid, ""));
         }
+        attempt.check_interrupt()?;
         std::thread::sleep(LEASE_POLL);
     }
 }

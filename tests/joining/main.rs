@@ -13,6 +13,7 @@ mod threads;
 
 mod duplicate_ranks;
 mod hostile;
+mod interrupts;
 mod join;
 mod processes;
 mod rank_death;
