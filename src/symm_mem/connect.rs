@@ -14,10 +14,16 @@ use crate::sys::{random, socket};
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Maximum size of a heap; a larger size in a message is an error.
 const MOST_SPAN: u64 = 1 << 44;
+
+/// Pause between two attempts to connect.
+const CONNECT_RETRY: Duration = Duration::from_millis(1);
+
+/// A link and its number, or an error, with the error of the system if a system call failed.
+type ConnectResult = std::result::Result<(LinkRef, u64), (Error, Option<Errno>)>;
 
 fn refused(step: Required) -> impl Fn(Errno) -> Error {
     move |errno| {
@@ -33,8 +39,29 @@ impl Heap {
     }
 
     /// Returns a link to the heap at `peer` for a group that reports failures with `failed`, and
-    /// its number, which the other end passes to `meet`. One of the two ends calls this.
-    pub fn connect(&self, peer: &HeapAddress, failed: &FailureCheck) -> Result<(LinkRef, u64)> {
+    /// its number, which the other end passes to `meet`. One of the two ends calls this. Tries
+    /// until `deadline` while the peer's queue is full or its thread drops connections.
+    pub fn connect(
+        &self,
+        peer: &HeapAddress,
+        failed: &FailureCheck,
+        deadline: Instant,
+    ) -> Result<(LinkRef, u64)> {
+        loop {
+            match self.try_connect(peer, failed) {
+                Err((_, Some(Errno::AGAIN | Errno::INTR | Errno::PIPE | Errno::CONNRESET)))
+                    if Instant::now() < deadline =>
+                {
+                    std::thread::sleep(CONNECT_RETRY);
+                }
+                outcome => return outcome.map_err(|(error, _)| error),
+            }
+        }
+    }
+
+    fn try_connect(&self, peer: &HeapAddress, failed: &FailureCheck) -> ConnectResult {
+        let refused = |step: Required| move |errno| (refused(step)(errno), Some(errno));
+        let plain = |error: Error| (error, None);
         let _turn = lock(&self.connecting);
         let own = self
             .state()
@@ -43,20 +70,20 @@ impl Heap {
             .rfind(|link| link.key == peer.key && !link.is_closed())
             .cloned();
         if let Some(link) = own
-            && let Some(hold) = link.hold(self.attend()?, Arc::clone(failed))
+            && let Some(hold) = link.hold(self.attend().map_err(plain)?, Arc::clone(failed))
         {
             return Ok((hold, link.number));
         }
         let socket = socket::connect_to(&peer.name()).map_err(refused(Required::Connect))?;
         let them = socket::peer(&socket).map_err(refused(Required::Identify))?;
         if !them.is_own_user() {
-            return Err(Error::config(format!(
+            return Err(plain(Error::config(format!(
                 "user {} (process {}) listens where a peer's symmetric memory did",
                 them.uid, them.pid
-            )));
+            ))));
         }
-        let number = u64::from_le_bytes(random::bytes()?);
-        let remote = self.reserve(peer.span)?;
+        let number = u64::from_le_bytes(random::bytes().map_err(plain)?);
+        let remote = self.reserve(peer.span).map_err(plain)?;
         let hello = HeapFrame::Hello {
             to: peer.key,
             from: self.address.key,
@@ -66,8 +93,8 @@ impl Heap {
         socket::send(&socket, &hello.encode(), None).map_err(refused(Required::Send))?;
         let link = Arc::new(HeapLink::new(peer.key, number, them.pid, socket, remote));
         let hold = link
-            .hold(self.attend()?, Arc::clone(failed))
-            .ok_or_else(|| Error::internal("a new link is closed"))?;
+            .hold(self.attend().map_err(plain)?, Arc::clone(failed))
+            .ok_or_else(|| plain(Error::internal("a new link is closed")))?;
         self.add(link);
         Ok((hold, number))
     }

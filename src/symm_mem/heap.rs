@@ -8,6 +8,7 @@ use super::remote_heap::ProtocolResult;
 use super::service_thread;
 use crate::error::{Error, Result};
 use crate::lock::{lock, unpoisoned};
+use crate::mem::layout::MAX_RANKS;
 use crate::sys::required::Required;
 use crate::sys::{random, socket};
 use rustix::fd::OwnedFd;
@@ -18,6 +19,8 @@ use std::time::{Duration, Instant};
 
 /// How long an owner waits for peers to unmap a segment; its memory is free only then.
 const SEGMENT_RELEASE_TIMEOUT: Duration = Duration::from_secs(1);
+/// Maximum number of connections that wait to be accepted: more than a node has ranks.
+const BACKLOG: i32 = 2 * MAX_RANKS as i32;
 /// Maximum number of closed links that are remembered.
 const REMEMBERED: usize = 256;
 
@@ -81,7 +84,7 @@ impl Heap {
         let range = space.reserve(span)?;
         let address =
             HeapAddress { key: random::bytes()?, listener: random::bytes()?, span: span as u64 };
-        let listener = socket::listen_at(&address.name(), 64)
+        let listener = socket::listen_at(&address.name(), BACKLOG)
             .map_err(|errno| Required::Listen.failed(errno))?;
         Ok(Arc::new_cyclic(|this| Self {
             space,

@@ -161,12 +161,14 @@ impl PeerHeaps {
         let why = OnceCell::new();
         let noted = |error: &Error| drop(why.set(error.message.clone()));
         let attention = heap.attend().inspect_err(noted);
+        let deadline = Instant::now() + *patience;
         for (rank, address) in addresses.iter().enumerate().filter(|(_, address)| own < address.key)
         {
-            if let Ok((hold, number)) = heap.connect(address, failed).inspect_err(noted) {
+            if let Ok((hold, number)) = heap.connect(address, failed, deadline).inspect_err(noted) {
                 (holds[rank], numbers[rank]) = (Some(hold), number);
             }
         }
+        *patience = deadline.saturating_duration_since(Instant::now());
         let messages = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
         let messages = step(8 * addresses.len(), Ok(messages))?;
         let deadline = Instant::now() + *patience;

@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 const INTRODUCTION: Duration = Duration::from_secs(5);
 /// Poll interval for events without a notification, such as a freed file descriptor.
 const PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
-/// Maximum number of pending connections of all heaps.
+/// Maximum number of pending connections of all heaps; the oldest is closed first.
 const UNIDENTIFIED: usize = 64;
 
 /// Rate limits of log lines that other processes can cause.
@@ -128,9 +128,7 @@ fn wait(
 ) -> Vec<bool> {
     let reads = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
     let mut fds = vec![reads(wake.as_fd())];
-    // Stop accepting at the maximum number of pending connections.
-    let full = unidentified.len() >= UNIDENTIFIED;
-    let knocks = if full || deaf { PollFlags::empty() } else { PollFlags::IN };
+    let knocks = if deaf { PollFlags::empty() } else { PollFlags::IN };
     fds.extend(heaps.iter().map(|heap| PollFd::from_borrowed_fd(heap.listener().as_fd(), knocks)));
     fds.extend(unidentified.iter().map(|unidentified| reads(unidentified.socket.as_fd())));
     let mut mail = false;
@@ -162,10 +160,10 @@ fn wait(
     fds[1..].iter().map(|fd| fd.revents().intersects(wanted)).collect()
 }
 
-/// Accepts connections of this user up to the limit, which also bounds the number of rejected ones,
-/// so that links get their turn. Returns false if a connection cannot be accepted now.
+/// Accepts a limited number of connections of this user, so that links get their turn. A connection
+/// is read before a later one can displace it. Returns false if no connection can be accepted now.
 fn welcome(heap: &Arc<Heap>, unidentified: &mut Vec<Unidentified>) -> bool {
-    for _ in unidentified.len()..UNIDENTIFIED {
+    for _ in 0..UNIDENTIFIED {
         let socket = match socket::accept(heap.listener()) {
             Ok(socket) => socket,
             Err(Errno::AGAIN) => return true,
@@ -181,12 +179,17 @@ fn welcome(heap: &Arc<Heap>, unidentified: &mut Vec<Unidentified>) -> bool {
                     memory of this one; refused"
                 ));
             }
-            Ok(peer) => unidentified.push(Unidentified {
-                heap: Arc::clone(heap),
-                pid: peer.pid,
-                socket,
-                since: Instant::now(),
-            }),
+            Ok(peer) => {
+                if unidentified.len() >= UNIDENTIFIED {
+                    drop(introduced(unidentified.remove(0), true));
+                }
+                unidentified.push(Unidentified {
+                    heap: Arc::clone(heap),
+                    pid: peer.pid,
+                    socket,
+                    since: Instant::now(),
+                });
+            }
             Err(errno) => {
                 UNKNOWN.warn(format_args!(
                     "somebody who knocked at the symmetric memory of this \

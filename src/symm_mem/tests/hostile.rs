@@ -318,7 +318,10 @@ fn a_link_that_does_not_come_is_waited_for_until_the_deadline() {
             .expect("runs")
             .is_none()
     );
-    assert!(heap.connect(&address, &healthy()).is_err(), "nobody listens there");
+    assert!(
+        heap.connect(&address, &healthy(), Instant::now() + PATIENCE).is_err(),
+        "nobody listens there"
+    );
     let raw = Raw::new(&heap);
     let _hold = raw.hold(&heap);
     assert!(
@@ -327,6 +330,52 @@ fn a_link_that_does_not_come_is_waited_for_until_the_deadline() {
             .is_none(),
         "another's"
     );
+}
+
+#[test]
+fn silent_connections_keep_no_peer_out() {
+    // In a separate process, because the limit applies to all heaps of a process.
+    let child = forked(|| {
+        let ((heap, _), (other, _)) = (heap(16), heap(16));
+        let _attention = heap.attend().expect("runs");
+        let name = heap.address().name();
+        let mut silent = Vec::new();
+        while silent.len() < 200 {
+            match socket::connect_to(&name) {
+                Ok(socket) => silent.push(socket),
+                // The queue is full until the thread has accepted some.
+                Err(errno) => assert_eq!(errno, Errno::AGAIN),
+            }
+        }
+        let begun = Instant::now();
+        let (near, far) = link(&other, &heap, &healthy());
+        assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());
+        assert!(!near.link().is_closed() && !far.link().is_closed());
+        assert_eq!(hear(&silent[0]), None, "the oldest was closed");
+        true
+    });
+    assert_eq!(status_of(child), 0);
+}
+
+#[test]
+fn a_full_queue_is_tried_again_until_the_deadline() {
+    let (heap, _) = heap(16);
+    let _attention = heap.attend().expect("runs");
+    let key = random::bytes().expect("random");
+    let address = HeapAddress { key, listener: key, span: PAGE as u64 };
+    let listener = socket::listen_at(&address.name(), 0).expect("listens");
+    let _queued = socket::connect_to(&address.name()).expect("connects");
+    assert_eq!(socket::connect_to(&address.name()).expect_err("full"), Errno::AGAIN);
+    let (begun, wait) = (Instant::now(), Duration::from_millis(50));
+    assert!(heap.connect(&address, &healthy(), begun + wait).is_err());
+    assert!(begun.elapsed() >= wait);
+    std::thread::scope(|scope| {
+        let connected =
+            scope.spawn(|| heap.connect(&address, &healthy(), Instant::now() + PATIENCE).is_ok());
+        std::thread::sleep(Duration::from_millis(20));
+        socket::accept(&listener).expect("the queued one");
+        assert!(connected.join().expect("no panic"));
+    });
 }
 
 #[test]

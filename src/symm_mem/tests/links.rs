@@ -83,6 +83,7 @@ fn giving_back_makes_failures_known_before_peers_hear_of_it() {
         .connect(
             &other.address(),
             &(Arc::new(move || ask.swap(true, Ordering::SeqCst)) as FailureCheck),
+            Instant::now() + PATIENCE,
         )
         .expect("connects");
     let failed: FailureCheck = Arc::new(move || reported.load(Ordering::SeqCst));

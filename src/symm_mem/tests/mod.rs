@@ -27,7 +27,8 @@ fn healthy() -> FailureCheck {
 
 /// Links two heaps; returns each heap's claim to its link with the other.
 fn link(one: &Heap, other: &Heap, failed: &FailureCheck) -> (LinkRef, LinkRef) {
-    let (near, number) = one.connect(&other.address(), failed).expect("connects");
+    let (near, number) =
+        one.connect(&other.address(), failed, Instant::now() + PATIENCE).expect("connects");
     let far = other
         .meet(&one.address(), number, failed, Instant::now() + PATIENCE)
         .expect("the thread runs")

@@ -37,7 +37,8 @@ fn a_peer_that_is_killed_leaves_its_memory_to_those_who_use_it() {
         write(address, 42);
         tell(&to_parent, &own.address().encode());
         let parent = HeapAddress::decode(&reported(&from_parent));
-        let (hold, number) = own.connect(&parent, &healthy()).expect("connects");
+        let (hold, number) =
+            own.connect(&parent, &healthy(), Instant::now() + PATIENCE).expect("connects");
         assert!(reachable(&own, address, PAGE, &hold));
         tell(&to_parent, &number.to_le_bytes());
         loop {
@@ -127,7 +128,8 @@ fn another_user_is_turned_away() {
         // SAFETY: `setuid` accepts any user id, and this child has no other threads.
         assert_eq!(unsafe { libc::setuid(65534) }, 0);
         let (unidentified, _) = heap(16);
-        let Ok((hold, _)) = unidentified.connect(&address, &healthy()) else {
+        let Ok((hold, _)) = unidentified.connect(&address, &healthy(), Instant::now() + PATIENCE)
+        else {
             // The connecting end also checks the listener's user.
             return true;
         };
