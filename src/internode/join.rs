@@ -33,7 +33,7 @@ use crate::node_map::NodeMap;
 use crate::rank::Rank;
 use crate::store::{Store, deadline::DeadlineStore, prefix::PrefixStore};
 use crate::sync::timeout::CallTimeout;
-use crate::sys::thread;
+use crate::sys::{interrupt, thread};
 use crate::trace;
 use crate::transport::{GivenUp, HOST, Seat, Transports};
 use std::borrow::Cow;
@@ -390,7 +390,10 @@ impl<'a> InternodeJoin<'a> {
                         .or_else(|| self.late())
                         .unwrap_or_else(|| failed(Error::timeout(error.message))));
                 }
-                Err(RecvTimeoutError::Timeout) => health.error().map_or(Ok(()), Err)?,
+                Err(RecvTimeoutError::Timeout) => {
+                    health.error().map_or(Ok(()), Err)?;
+                    interrupt::check().map_err(failed)?;
+                }
                 Err(RecvTimeoutError::Disconnected) => {
                     return Err(failed(Error::internal("making it panicked")));
                 }

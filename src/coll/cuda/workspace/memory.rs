@@ -18,7 +18,9 @@ use crate::mem::vmm::{self, DeviceAllocation, DeviceMapping};
 use crate::rank::Rank;
 use crate::symm_mem::HeapAddress;
 use crate::sync::timeout::CallTimeout;
+use crate::sys::interrupt::Interrupts;
 use rustix::fd::{AsFd, OwnedFd};
+use std::cell::RefCell;
 use std::sync::{Arc, Mutex};
 
 /// The description of itself that a rank sends to the others before they create any memory.
@@ -107,11 +109,14 @@ impl SetupContext<'_> {
                 .exit_reason(rank)
                 .map(|how| Error::peer(format!("{} {how}", self.control.describe(rank))))
         };
+        let interrupts = RefCell::new(Interrupts::new());
         let check = || {
             self.control
                 .failure()
                 .or_else(|| self.control.ranks().find_map(left))
-                .map_or(Ok(()), Err)
+                .map_or(Ok(()), Err)?;
+            let about = "the exchange of GPU memory";
+            interrupts.borrow_mut().check().map_err(|_| self.control.interrupted(about))
         };
         let passed = self.mailbox.exchange_fds(
             self.control.rank().index(),
