@@ -305,9 +305,12 @@ impl OobConnector<'_> {
 
 /// Waits until `socket` is readable or writable.
 pub(super) fn ready(socket: &impl AsFd, flags: PollFlags, deadline: Instant) -> Result<()> {
-    let left = deadline.saturating_duration_since(Instant::now());
     let mut fds = [PollFd::new(socket, flags)];
-    match retry(|| poll(&mut fds, Timespec::try_from(left).ok().as_ref())) {
+    let polled = retry(|| {
+        let left = deadline.saturating_duration_since(Instant::now());
+        poll(&mut fds, Timespec::try_from(left).ok().as_ref())
+    });
+    match polled {
         Ok(0) => Err(Error::network("what listens there does not answer")),
         Ok(_) => Ok(()),
         Err(errno) => Err(Error::network(errno.to_string())),

@@ -194,11 +194,17 @@ fn connect_within(
     rustix::io::ioctl_fionbio(socket, true)?;
     match connect() {
         Err(Errno::INPROGRESS) => {
+            let deadline = Instant::now() + Duration::from_secs(2);
             let mut fds = [PollFd::new(socket, PollFlags::OUT)];
-            if poll(&mut fds, Some(&Timespec { tv_sec: 2, tv_nsec: 0 }))? == 0 {
-                return Err(Errno::TIMEDOUT);
+            loop {
+                let left = deadline.saturating_duration_since(Instant::now());
+                match poll(&mut fds, Timespec::try_from(left).ok().as_ref()) {
+                    Ok(0) => return Err(Errno::TIMEDOUT),
+                    Ok(_) => return sockopt::socket_error(socket)?,
+                    Err(Errno::INTR) if !left.is_zero() => {}
+                    Err(errno) => return Err(errno),
+                }
             }
-            sockopt::socket_error(socket)?
         }
         outcome => outcome,
     }
@@ -236,8 +242,40 @@ pub fn peer_name(connection: &OwnedFd) -> String {
 }
 
 #[cfg(test)]
+#[allow(unsafe_code, reason = "a test sends a signal to a thread")]
 mod tests {
     use super::*;
+    use rustix::net::{RecvFlags, SendFlags, recv, send, socketpair};
+
+    extern "C" fn handler(_signal: libc::c_int) {}
+
+    #[test]
+    fn a_signal_does_not_end_a_connection_that_is_being_made() {
+        let (near, far) =
+            socketpair(AddressFamily::UNIX, SocketType::STREAM, FLAGS, None).expect("a pair");
+        // A socket that cannot be written looks as if it still connects.
+        let buffer = [0; 1 << 16];
+        while send(&near, &buffer, SendFlags::empty()).is_ok() {}
+        let (thread, threads) = mpsc::channel();
+        std::thread::scope(|scope| {
+            let connecting = scope.spawn(move || {
+                // SAFETY: `pthread_self` has no precondition.
+                thread.send(unsafe { libc::pthread_self() }).expect("awaited");
+                connect_within(&near, || Err(Errno::INPROGRESS))
+            });
+            let thread = threads.recv().expect("it runs");
+            // SAFETY: `handler` does nothing, and the thread has not been joined.
+            unsafe { libc::signal(libc::SIGURG, handler as *const () as libc::sighandler_t) };
+            for _ in 0..20 {
+                // SAFETY: as above.
+                unsafe { libc::pthread_kill(thread, libc::SIGURG) };
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            let mut buffer = [0; 1 << 16];
+            while recv(&far, &mut buffer, RecvFlags::DONTWAIT).is_ok_and(|(count, _)| count > 0) {}
+            assert_eq!(connecting.join().expect("no panic"), Ok(()));
+        });
+    }
 
     fn resolve(host: &str) -> Result<StoreAddress> {
         StoreAddress::resolve(host, 7, Instant::now() + Duration::from_secs(5))
