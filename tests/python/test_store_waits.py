@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -208,7 +210,14 @@ def test_ctrl_c_ends_a_wait_and_the_store_stays_usable(kind: str, tmp_path: Path
 
 
 @interrupts
-def test_ctrl_c_ends_opening() -> None:
+def test_ctrl_c_ends_opening(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch(0o600)
+    with path.open("r+") as file:
+        # The byte that a process locks during an operation (src/store/file/log_file.rs).
+        lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 1 << 62, 1, 0)
+        fcntl.fcntl(file, 37, lock)  # F_OFD_SETLK, which Python 3.14 names
+        interrupted(lambda: torch_symm.FileStore(path, 2, seconds(LIMIT_S)))
     port = serve().port
     interrupted(lambda: torch_symm.TCPStore("127.0.0.1", port, None, False, seconds(LIMIT_S)))
     interrupted(lambda: torch_symm.TCPStore("127.0.0.1", 0, 2, True, seconds(LIMIT_S)))

@@ -39,7 +39,7 @@ pub(super) fn join(
         let store_path = StorePath::new(path)?;
         if let Some(file) = store_path.open()? {
             let disk = LogFile::new(file, store_path);
-            let held = disk.hold(Mode::Exclusive, deadline)?;
+            let held = disk.hold_or_stop(Mode::Exclusive, deadline)?;
             // The last user may have removed the file before this one took the lock; opening the
             // path again then yields a new file.
             if disk.path.holds(&disk.file)? {

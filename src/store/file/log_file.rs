@@ -73,6 +73,24 @@ impl LogFile {
 
     /// Takes the lock, waiting for it until `deadline`.
     pub(super) fn hold(&self, mode: Mode, deadline: Instant) -> Result<OperationLock<'_>> {
+        self.hold_with(mode, deadline, |pauses| {
+            pauses.pause(deadline);
+            Ok(())
+        })
+    }
+
+    /// Takes the lock as [`hold`](Self::hold) does, and fails if the program has asked to stop
+    /// waiting.
+    pub(super) fn hold_or_stop(&self, mode: Mode, deadline: Instant) -> Result<OperationLock<'_>> {
+        self.hold_with(mode, deadline, |pauses| pauses.pause_or_stop(deadline))
+    }
+
+    fn hold_with(
+        &self,
+        mode: Mode,
+        deadline: Instant,
+        pause: impl Fn(&mut Backoff) -> Result<()>,
+    ) -> Result<OperationLock<'_>> {
         let mut pauses = Backoff::new(LOCK_RETRY);
         loop {
             if let Some(held) = self.try_hold(mode)? {
@@ -81,7 +99,7 @@ impl LogFile {
             if Instant::now() >= deadline {
                 return Err(self.locked_by_another());
             }
-            pauses.pause(deadline);
+            pause(&mut pauses)?;
         }
     }
 
