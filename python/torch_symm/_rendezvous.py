@@ -13,6 +13,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
+from torch_symm._repr import name_ranks
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
@@ -54,12 +56,12 @@ def by_tcp(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator
         host, port = _variable("MASTER_ADDR"), _whole("MASTER_PORT", _variable("MASTER_PORT"))
     deadline = time.monotonic() + timeout.total_seconds()
     if not parts.netloc and not parts.path and _agent_listens():
-        opened = _beside_agent(host, port, rank, world_size, timeout, secret, require_same_user)
+        opened = _beside_agent(host, port, rank, world_size, deadline, secret, require_same_user)
+        opened.set_timeout(timeout)
     else:
         opened = _open(host, port, rank, world_size, timeout, secret, require_same_user)
     restarts = _restarts()
-    left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
-    opened._assemble(f"restart {restarts}/symm" if restarts else "symm", rank, world_size, left)
+    opened._assemble(f"restart {restarts}/symm" if restarts else "symm", rank, world_size, _left(deadline))
     yield _of_this_start(opened), rank, world_size
     _only_once("symm")
 
@@ -204,21 +206,30 @@ def _open(
 
 
 def _beside_agent(
-    host: str, port: int, rank: int, world_size: int, timeout: timedelta, secret: str | None, require_same_user: bool
+    host: str, port: int, rank: int, world_size: int, deadline: float, secret: str | None, require_same_user: bool
 ) -> TCPStore:
-    """A store that rank 0 serves at a free port, which the other ranks learn from the store of torchrun's agent."""
+    """A store that rank 0 serves at a free port, which the other ranks learn from the store of torchrun's agent.
+
+    ``deadline`` is a time of ``time.monotonic``; the returned store has the remaining time as its timeout.
+    """
     from torch._C._distributed_c10d import PrefixStore
     from torch._C._distributed_c10d import TCPStore as AgentStore
+    from torch.distributed import DistStoreError
 
     from torch_symm._native import load
 
-    agent = AgentStore(host, port, world_size, is_master=False, timeout=timeout)
+    agent = AgentStore(host, port, world_size, is_master=False, timeout=_left(deadline))
     turns = PrefixStore(f"symm/rendezvous/{_restarts()}", agent)
     # Every rank counts its own rendezvous: a second one in the same processes has its own server and key.
-    key = f"endpoint/{turns.add(f'turn/{rank}', 1)}"
+    turn = turns.add(f"turn/{rank}", 1)
+    key = f"endpoint/{turn}"
     if rank != 0:
+        try:
+            turns.wait([key], _left(deadline))
+        except DistStoreError as error:
+            raise DistStoreError(_missing(turns, turn, world_size)) from error
         place, _, number = turns.get(key).decode().rpartition(" ")
-        return _open(place, int(number), rank, world_size, timeout, secret, require_same_user)
+        return _open(place, int(number), rank, world_size, _left(deadline), secret, require_same_user)
     if require_same_user and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
         # All ranks are on this node, whatever address the agent uses.
         host = "localhost"
@@ -228,7 +239,7 @@ def _beside_agent(
         0,
         world_size,
         is_master=True,
-        timeout=timeout,
+        timeout=_left(deadline),
         wait_for_workers=False,
         multi_tenant=False,
         secret=secret,
@@ -236,6 +247,26 @@ def _beside_agent(
     )
     turns.set(key, f"{store.host} {store.port}")
     return store
+
+
+def _missing(turns: Store, turn: int, world_size: int) -> str:
+    """Returns an error that names the ranks which have not started rendezvous ``turn`` of their processes."""
+    late = []
+    for rank in range(world_size):
+        key = f"turn/{rank}"
+        if not turns.check([key]) or turns.add(key, 0) < turn:
+            late.append(rank)
+    if 0 not in late:
+        return f"rendezvous of {world_size} ranks: rank 0 arrived, but did not serve the store before the timeout"
+    return (
+        f"rendezvous of {world_size} ranks: {name_ranks(late)} did not arrive before the timeout, "
+        f"{world_size - len(late)} did"
+    )
+
+
+def _left(deadline: float) -> timedelta:
+    # A store takes 0 for "no limit".
+    return timedelta(seconds=max(0.001, deadline - time.monotonic()))
 
 
 def _restarts() -> int:

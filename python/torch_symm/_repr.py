@@ -1,7 +1,8 @@
-"""The ``repr`` of the native part's objects, and counts of things."""
+"""The ``repr`` of the native part's objects, counts of things, and lists of ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -32,6 +33,13 @@ def _group(self: Any) -> str:
 def counted(number: int, noun: str) -> str:
     """Returns the number and the noun, such as ``1 rank`` or ``2 ranks``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Returns the ranks as errors and reports name them, such as ``ranks 0, 2 and 3``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}" if ranks else "no rank"
 
 
 def install(native: ModuleType) -> None:

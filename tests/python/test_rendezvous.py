@@ -160,6 +160,39 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         TCPStore("127.0.0.1", store.port, None, False, seconds(5), False).set("key", "value")
 
 
+def beside_agent(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
+    """A store like the one of torchrun's agent, in an environment like that of its ranks."""
+    agent = dist.TCPStore("127.0.0.1", 0, None, True, seconds(20), wait_for_workers=False)
+    values = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    return agent
+
+
+@pytest.mark.parametrize(
+    ("arrived", "reported"),
+    [
+        ((), "rendezvous of 4 ranks: ranks 0, 1 and 3 did not arrive before the timeout, 1 did"),
+        ((1, 3), "rendezvous of 4 ranks: rank 0 did not arrive before the timeout, 3 did"),
+        ((0,), "rendezvous of 4 ranks: rank 0 arrived, but did not serve the store before the timeout"),
+    ],
+)
+def test_ranks_that_do_not_arrive_beside_torchruns_agent_are_named(
+    arrived: tuple[int, ...], reported: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = beside_agent(monkeypatch)
+    for rank in arrived:
+        agent.add(f"symm/rendezvous/0/turn/{rank}", 1)
+    with pytest.raises(dist.DistStoreError, match=reported):
+        meet("symm://", 2, 4, timeout=seconds(0.5))
+
+
+def test_beside_torchruns_agent_the_store_keeps_the_timeout_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = beside_agent(monkeypatch)
+    store, _, _ = meet("symm://", 0, 1, timeout=seconds(7))
+    assert (store.timeout, store.is_master, store.port != agent.port) == (seconds(7), True, True)
+
+
 def test_a_file_is_the_place_of_one_meeting_and_of_another_after_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

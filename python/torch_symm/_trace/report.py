@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from torch_symm._repr import name_ranks
+
 from .dump import Call, Dump, Member, Peer, Series, View
 
 
@@ -85,12 +87,12 @@ def as_json(dumps: Sequence[Dump]) -> list[dict[str, object]]:
 
 
 def _lines(group: Group) -> Iterator[str]:
-    dumped = _names(sorted(group.views))
+    dumped = name_ranks(sorted(group.views))
     yield f'group "{group.name}" of {len(group.members)} ranks; dumps of {dumped}'
     failures = [(view.failure.seen_ns, rank, view.failure) for rank, view in group.views.items() if view.failure]
     if failures:
         when, _, failure = min(failures, key=lambda seen: seen[:2])
-        seen = _names(sorted(rank for _, rank, _ in failures))
+        seen = name_ranks(sorted(rank for _, rank, _ in failures))
         yield f"  failed, as {seen} saw from {_time(when)} on: {failure.kind}: {failure.message}"
     every = [Series(cuda) for cuda in (False, True)]
     some = [series for series in every if any(group.reached(member.rank, series) for member in group.members)]
@@ -151,11 +153,11 @@ def _missing(group: Group, series: Series, failed: bool) -> Iterator[str]:
         verb = "never began" if failed else ("has not begun" if len(ranks) == 1 else "have not begun")
         open_calls = {rank: call for rank, call in calls.items() if call.state in ("started", "failed")}
         if not open_calls:
-            yield f"{_names(ranks)} {verb} {what} #{number + 1}"
+            yield f"{name_ranks(ranks)} {verb} {what} #{number + 1}"
             continue
         seconds = max(_seconds(call, group.views[rank]) for rank, call in open_calls.items())
         did = "launched it" if series.cuda else f"waited {seconds:.1f} s in it"
-        yield f"{_names(ranks)} {verb} {what} #{number + 1}; {_names(list(open_calls))} {did}"
+        yield f"{name_ranks(ranks)} {verb} {what} #{number + 1}; {name_ranks(list(open_calls))} {did}"
 
 
 def _mismatch(group: Group, series: Series) -> Iterator[str]:
@@ -194,12 +196,6 @@ def _messages(group: Group) -> Iterator[str]:
             way = "to" if call.op == "send" else "from"
             how = f"{call.outcome} after" if call.state == "failed" else "under way for"
             yield f"rank {rank}: {call.text} {way} {other}: {how} {_seconds(call, view):.1f} s"
-
-
-def _names(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}" if ranks else "no rank"
 
 
 def _time(ns: int) -> str:
