@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
 _CPU, _CUDA, _UNABLE = "cpu", "cuda", "unable: "
 #: How joining ended.
 _JOINED, _REFUSED, _FAILED = "joined", "refused: ", "failed: "
+
+#: Added to the number of a rank's exchanges while the keys of the last one are being removed.
+_READ = 1 << 32
+#: Maximum number of seconds to wait for that removal. A rank that has failed does not remove its keys.
+_REMOVAL_S = 10.0
 
 #: Lines that this process has already logged. Each is logged once, because many groups would log the same line.
 _said: set[str] = set()
@@ -52,9 +58,7 @@ def create(options: Any, group_options: Any) -> Backend:
 
     meeting = PrefixStore(f"symm/replaces/{_restarts()}", options.store)
     rank = int(options.group_rank)
-    # The same processes may meet in the same store again.
-    told = PrefixStore(f"turn {meeting.add(f'turn of {rank}', 1)}", meeting)
-    exchange = _Exchange(told, rank, int(options.group_size), _seconds(options.timeout))
+    exchange = _Exchange(meeting, rank, int(options.group_size), _seconds(options.timeout))
     able = exchange.of("able", _able(options))
     if reason := _first(able, _UNABLE):
         return _gloo(options, reason)
@@ -83,6 +87,8 @@ def _join(options: Any, group_options: Any, exchange: _Exchange, *, cuda: bool) 
         _group.forget_failed_start()
         raise
     joined = exchange.of("joined", mine)
+    if not _first(joined, _FAILED):
+        exchange.remove_keys()
     if set(joined) == {_JOINED} and group is not None:
         _say("symm serves the CPU tensors of groups of gloo")
         made: Backend = group
@@ -105,11 +111,20 @@ def _gloo(options: Any, reason: str) -> Backend:
 
 
 class _Exchange:
-    """Exchanges a word of every rank with all others, through a store."""
+    """Exchanges words of every rank with all others, through a store in which the same ranks may meet again."""
 
-    def __init__(self, store: Store, rank: int, size: int, seconds: float) -> None:
-        self.store, self.rank, self.size = store, rank, size
+    def __init__(self, meeting: Store, rank: int, size: int, seconds: float) -> None:
+        from torch._C._distributed_c10d import PrefixStore
+
         self._deadline = time.monotonic() + seconds
+        self._meeting, self.rank, self.size = meeting, rank, size
+        # The number of this rank's exchanges in this store. Another rank may still be removing the last one.
+        self._number = f"turn of {rank}"
+        until = time.monotonic() + min(seconds / 2, _REMOVAL_S)
+        while meeting.add(self._number, 0) >= _READ and time.monotonic() < until:
+            time.sleep(0.002)
+        self._turn = meeting.add(self._number, 1) % _READ
+        self.store = PrefixStore(f"turn {self._turn}", meeting)
 
     def tell(self, question: str, word: str) -> None:
         self.store.set(f"told/{question}/{self.rank}", word)
@@ -120,20 +135,45 @@ class _Exchange:
 
         from torch_symm._native import load
 
-        left = timedelta(seconds=max(0.001, self._deadline - time.monotonic()))
         try:
             store = load()._wrap_store(self.store)
         except (ImportError, OSError):
             self.tell(question, mine)
             return [""] * self.rank + [mine]
         try:
-            words: list[str] = store._gather("told", question, mine, self.rank, self.size, left)
+            words: list[str] = store._gather("told", question, mine, self.rank, self.size, self._left())
             return words
         except dist.DistStoreError as error:
             raise dist.DistStoreError(
                 f"a group of gloo, in whose place symm stands, {error} or lack SYMM_REPLACE_GLOO=1, "
                 "which all ranks need"
             ) from error
+
+    def remove_keys(self) -> None:
+        """Removes the keys of this and of earlier exchanges, once all ranks have all answers and have called this.
+
+        Does not wait. The keys remain if a rank ends before it calls this, or if the store cannot delete keys.
+        """
+        # A group must not fail because of keys that remain.
+        with suppress(Exception):
+            # Every rank answers "joined" after it has read all answers to "able".
+            self.store.delete_key(f"told/able/{self.rank}")
+            self._meeting.add(self._number, _READ)
+            if self.store.add("read", 1) == self.size:
+                self._remove_all()
+
+    def _remove_all(self) -> None:
+        everyone = range(self.size)
+        words = [f"told/{question}/{rank}" for question in ("able", "joined") for rank in everyone]
+        for turn in range(1, self._turn + 1):
+            for key in ("read", *(words if turn < self._turn else words[self.size :])):
+                self._meeting.delete_key(f"turn {turn}/{key}")
+        # Last, because the ranks then use the first turn again.
+        for rank in everyone:
+            self._meeting.delete_key(f"turn of {rank}")
+
+    def _left(self) -> timedelta:
+        return timedelta(seconds=max(0.001, self._deadline - time.monotonic()))
 
 
 def _able(options: Any) -> str:

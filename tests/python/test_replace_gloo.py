@@ -40,6 +40,11 @@ def sums(group: dist.ProcessGroup | None = None) -> None:
     assert (tensor == world * (world + 1) / 2).all()
 
 
+def left_in(store: dist.Store) -> list[str]:
+    """The keys of making groups; all ranks have returned from it. The memberships of default groups stay."""
+    return [key for key in store.list_keys() if "symm/replaces" in key and not key.endswith("/membership")]
+
+
 def looks_like_gloo(rank: int, world: int) -> None:
     """Clients reach devices and options through the backend and through its class."""
     backend = dist.group.WORLD._get_backend(CPU)
@@ -66,10 +71,10 @@ def as_gloo(rank: int, world: int) -> None:
     sums()
     dist.destroy_process_group()
     for turn in range(2):
-        # The same store is used again: the keys of the first turn still exist.
         init(rank, world, "gloo", name="again")
         assert dist.get_backend() == "gloo" and served_by() == "symm"
         sums()
+        assert left_in(file_store("again", world)) == []
         dist.monitored_barrier(timeout=timedelta(seconds=20), wait_all_ranks=True)
         if turn == 0:
             dist.destroy_process_group()
@@ -96,6 +101,35 @@ def as_gloo(rank: int, world: int) -> None:
 
 def test_a_group_of_gloo_is_symm() -> None:
     run_ranks(as_gloo, 3, backend=None)
+
+
+def after_a_failure(rank: int, world: int) -> None:
+    torch_symm.replace_gloo()
+    native = _native.load()
+    substitute = native._GlooSubstitute
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    native._GlooSubstitute = fails if rank == 1 else substitute
+    with pytest.raises(RuntimeError):
+        init(rank, world, "gloo", timeout=1)
+    # Without an open store, the file would go with the groups.
+    store = file_store("default", world)
+    meet("failed", rank, world)
+    assert left_in(store) != []
+    meet("seen", rank, world)
+    native._GlooSubstitute = substitute
+    for _ in range(10):
+        init(rank, world, "gloo")
+        # The ranks meet again while one of them may still remove the keys of the last meeting.
+        dist.destroy_process_group()
+    meet("left", rank, world)
+    assert left_in(store) == []
+
+
+def test_a_group_can_be_made_again_after_a_failure_and_leaves_no_keys() -> None:
+    run_ranks(after_a_failure, 3, backend=None)
 
 
 def on_two_nodes(rank: int, world: int, nodes: str) -> str:
