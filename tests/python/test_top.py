@@ -9,6 +9,7 @@ import json
 import os
 import time
 from contextlib import redirect_stdout
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,21 @@ def test_a_job_ends_with_the_counts_of_all_its_calls_and_without_files(tmp_path:
     assert found["send"][1:6] == ["4", "KiB", "cpu", "1", "3.91"]
     total, mean, longest, rate = map(float, found["all_reduce"][-4:])
     assert 0 < mean <= longest and total > 0 and rate > 0
+
+
+def ends_in_multiprocessing(place: str) -> None:
+    os.environ.update(SYMM_STATS_INTERVAL="3600", SYMM_TRACE_DIR=place)
+    dist.init_process_group("symm", store=torch_symm.MemoryStore(), rank=0, world_size=1)
+    _, written = publisher.write(load())
+    assert written.parent == Path(place) and written.exists()
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_process_of_multiprocessing_leaves_no_file(method: str, tmp_path: Path) -> None:
+    child = get_context(method).Process(target=ends_in_multiprocessing, args=(str(tmp_path),))
+    child.start()
+    child.join(120)
+    assert child.exitcode == 0 and list(tmp_path.iterdir()) == []
 
 
 def test_counts_without_times_have_none() -> None:

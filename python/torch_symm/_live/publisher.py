@@ -21,6 +21,8 @@ from . import files, summary, table
 
 #: The process whose thread runs.
 _started: int | None = None
+#: The file that this process, or the process from which it was forked, has written.
+_written: Path | None = None
 
 
 def start(native: Any) -> None:
@@ -30,11 +32,12 @@ def start(native: Any) -> None:
     if seconds and _started != os.getpid():
         _started = os.getpid()
         ended = threading.Event()
-        atexit.register(_end, native, ended)
+        thread = threading.Thread(target=_run, args=(native, seconds, ended), name="symm-stats", daemon=True)
+        atexit.register(_end, native, ended, thread)
         if parent_process() is not None:
             # A process of multiprocessing ends without atexit.
-            util.Finalize(None, _end, (native, ended), exitpriority=-3)
-        threading.Thread(target=_run, args=(native, seconds, ended), name="symm-stats", daemon=True).start()
+            util.Finalize(None, _end, (native, ended, thread), exitpriority=-3)
+        thread.start()
 
 
 def _run(native: Any, seconds: int, ended: threading.Event) -> None:
@@ -50,11 +53,13 @@ def _run(native: Any, seconds: int, ended: threading.Event) -> None:
             print(table.render(files.job(own, path.parent)), file=sys.stderr, flush=True)
 
 
-def _end(native: Any, ended: threading.Event) -> None:
-    """Ends the thread; the first rank prints its counts."""
+def _end(native: Any, ended: threading.Event, thread: threading.Thread) -> None:
+    """Ends the thread and removes the file; the first rank prints its counts."""
     if ended.is_set():
         return
     ended.set()
+    # The thread may be writing the file.
+    thread.join(timeout=1)
     try:
         trace = json.loads(native._trace())
         rank = _rank(parse(trace, "this process"))
@@ -62,6 +67,10 @@ def _end(native: Any, ended: threading.Event) -> None:
             print(summary.render(trace, rank), file=sys.stderr, flush=True)
     except Exception as error:  # A failure to report must not change how the process ends.
         print(f"SYMM_STATS_INTERVAL: no summary: {error}", file=sys.stderr, flush=True)
+    # A forked child has the path of its parent's file.
+    if _written and _written.name == files.name(os.getpid()):
+        with suppress(OSError):
+            _written.unlink()
 
 
 def _rank(own: Dump) -> int | None:
@@ -71,21 +80,15 @@ def _rank(own: Dump) -> int | None:
 
 
 def write(native: Any) -> tuple[Dump, Path]:
-    """Writes the last calls of this process for other processes; the file is removed when this process exits.
+    """Writes the last calls of this process for other processes; :func:`_end` removes the file.
 
     Raises:
         SymmConfigError: the directory cannot be used.
     """
+    global _written
     text: str = native._trace()
-    written = Path(native._write_trace(b"", files.name(os.getpid()), text.encode()))
-    atexit.unregister(_remove)
-    atexit.register(_remove, written)
-    return parse(json.loads(text), "this process"), written
-
-
-def _remove(path: Path) -> None:
-    with suppress(OSError):
-        path.unlink()
+    _written = Path(native._write_trace(b"", files.name(os.getpid()), text.encode()))
+    return parse(json.loads(text), "this process"), _written
 
 
 def _first(own: Dump) -> bool:
