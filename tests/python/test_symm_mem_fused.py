@@ -179,6 +179,11 @@ def test_no_rows_no_products_and_one_rank(world_size: int) -> None:
         assert torch.equal(piece, torch.full((rows, 5), float(depth)))
     no_columns = symm_mem.fused_matmul_reduce_scatter(torch.ones(2 * world_size, 4), torch.ones(4, 0), "sum", 0, name)
     assert no_columns.shape == (2, 0)
+    for rows, columns in ((0, 3), (2, 0), (2, 3)):
+        depth = columns * world_size
+        A, (C,) = symm_mem.fused_all_gather_matmul(torch.ones(rows, columns), [torch.ones(depth, 5)], 1, name)
+        assert A is not None and torch.equal(A, torch.ones(rows, depth))
+        assert torch.equal(C, torch.full((rows, 5), float(depth)))
     nothing, products = symm_mem.fused_all_gather_matmul(torch.ones(2, 3), [], 0, name, return_A=False)
     assert nothing is None and products == []
 

@@ -91,7 +91,7 @@ def _last_dim(
     """Gathers columns, then multiplies once; the sum of the shards' products would be rounded once per rank."""
     rows = rows_of(A_shard, 0)
     whole = A_shard.new_empty(*A_shard.shape[:-1], A_shard.shape[-1] * ranks)
-    columns = whole.view(rows.shape[0], -1).chunk(ranks, dim=1)
+    columns = whole.view(rows.shape[0], rows.shape[1] * ranks).chunk(ranks, dim=1)
     landed = rows.new_empty(rows.shape[0] * ranks, rows.shape[1])
 
     def place(part: torch.Tensor, rank: int) -> None:
