@@ -178,6 +178,9 @@ def test_a_group_that_cannot_start_is_left_to_vllm_on_all_ranks(rank: int) -> No
     assert com.symm is not None and com._warming is not None
     with pytest.raises(RuntimeError, match="unset SYMM_VLLM: no memory" if rank else "unset SYMM_VLLM: .*rank 1"):
         com.all_reduce(torch.ones(3))
+    com.destroy()
+    assert com.symm is None and com.served == ["destroy"] and _operators.GROUPS == _operators.WARMING == {}
+    assert "symm: leaves group tp:0 after a failure: symm cannot serve vLLM" in logged[-1]
 
 
 @pytest.mark.ranks(1, backend=None)

@@ -149,14 +149,22 @@ class SymmCommunicator(CudaCommunicator):  # type: ignore[misc]
         return own.movedim(0, dim).contiguous()
 
     def destroy(self) -> None:
-        """Leaves the symm group, then does as vLLM's communicator."""
-        if self.symm is not None:
+        """Leaves the symm group, then does as vLLM's communicator, also if the first calls have failed."""
+        try:
+            if self.symm is not None:
+                self._leave()
+        finally:
+            super().destroy()
+
+    def _leave(self) -> None:
+        try:
             self._wait()
-            for known in (GROUPS, WARMING):
-                known.pop(self.unique_name, None)
-            group, self.symm = self.symm, None
-            dist.destroy_process_group(group)
-        super().destroy()
+        except RuntimeError as error:
+            log.warning("symm: leaves group %s after a failure: %s", self.unique_name, error)
+        for known in (GROUPS, WARMING):
+            known.pop(self.unique_name, None)
+        group, self.symm, self._warming = self.symm, None, None
+        dist.destroy_process_group(group)
 
 
 def _is_only_group(ranks: int) -> bool:
