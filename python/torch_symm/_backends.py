@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -81,19 +81,19 @@ def make(backend: str, name: str, store: Store, rank: int, size: int, timeout: t
     known: dict[str, Callable[..., Backend]] = {"gloo": _torch_compat.gloo, "nccl": _torch_compat.nccl}
     if backend in known:
         return known[backend](name, store, rank, size, timeout)
-    made: Backend | dist.ProcessGroup | None = _torch_compat.backend(backend, name, store, rank, size, timeout)
+    made: Any = _torch_compat.backend(backend, name, store, rank, size, timeout)
     where = torch.device("cpu") if device < 0 else torch.device("cuda", device)
     if isinstance(made, dist.ProcessGroup):
         # A plug-in may wrap its backend in a process group.
         try:
-            made = made._get_backend(where)
+            made = _torch_compat.backend_of(made, where)
         except RuntimeError:
             message = f"backend {backend!r} is a ProcessGroup without a Backend, which cannot connect nodes"
             raise RuntimeError(message) from None
     if made is None:
         raise RuntimeError(f"backend {backend!r} was made on other ranks only")
     _try_out(made, backend, rank, size, timeout, where)
-    return made
+    return cast("Backend", made)
 
 
 def _try_out(made: Any, backend: str, rank: int, size: int, timeout: timedelta, where: torch.device) -> None:

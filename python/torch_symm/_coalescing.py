@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch.distributed import distributed_c10d
 
 from torch_symm._native import load
+from torch_symm._torch_compat import backend_of
 
 
 def end_blocks_at_exceptions() -> None:
@@ -57,11 +57,10 @@ def _end(group: Any) -> None:
 
 
 def _of_symm(group: Any) -> list[Any]:
-    """The backends of symm in a group, including those in the wrapper of ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
+    """The backends of symm in a group."""
     found = []
     for device in getattr(group, "_device_types", ()):
-        backend = group._get_backend(torch.device(device))
-        backend = getattr(backend, "wrapped_pg", backend)
+        backend = backend_of(group, device)
         if issubclass(type(backend), load().ProcessGroupSymm):
             found.append(backend)
     return found

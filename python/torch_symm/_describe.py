@@ -56,8 +56,9 @@ def describe(group: ProcessGroup | ProcessGroupSymm | None = None) -> str:
 
 
 def _own(group: Any) -> Any:
-    import torch
     import torch.distributed as dist
+
+    from torch_symm._torch_compat import backend_of
 
     native = load()
     if isinstance(group, native.ProcessGroupSymm):
@@ -68,7 +69,7 @@ def _own(group: Any) -> Any:
         group = dist.group.WORLD
     for device in ("cpu", "cuda"):
         try:
-            own = group._get_backend(torch.device(device))
+            own = backend_of(group, device)
         except RuntimeError:  # the group has no backend for this device
             continue
         if isinstance(own, native.ProcessGroupSymm):

@@ -1,4 +1,4 @@
-"""All differences between versions of torch that matter to the package's Python code.
+"""All differences between versions and settings of torch that matter to the package's Python code.
 
 ``torch_backend/compat.hpp`` has the C++ differences; ``_version.py`` lists the versions.
 """
@@ -33,6 +33,16 @@ def group_name(mesh: DeviceMesh, mesh_dim: int) -> Any:
         group = funcol._resolve_group((mesh, mesh_dim))
         return group if isinstance(group, str) else group.group_name
     return funcol._resolve_group_name((mesh, mesh_dim))
+
+
+def backend_of(group: Any, device: torch.device | str) -> Any:
+    """Returns the backend of a group for ``device``, without the wrapper of ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
+
+    Raises:
+        RuntimeError: the group has no backend for the device.
+    """
+    backend = group._get_backend(torch.device(device))
+    return getattr(backend, "wrapped_pg", backend)
 
 
 def record_without_torch() -> None:
@@ -86,7 +96,7 @@ def set_timeout(timeout: timedelta) -> None:
     # Before 2.15, torch's own _set_pg_timeout supports only NCCL and Gloo; from 2.15 on, its name is set_timeout.
     group: Any = dist.group.WORLD
     for device in group._device_types:
-        group._get_backend(device)._set_default_timeout(timeout)
+        backend_of(group, device)._set_default_timeout(timeout)
 
 
 #: torch's own plug-in entry for Gloo (2.14 and later), kept once :func:`make_gloo_by` has replaced it; otherwise

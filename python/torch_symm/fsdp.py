@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_symm._memory import mem_allocator
 from torch_symm._native import load
+from torch_symm._torch_compat import backend_of
 
 __all__ = ["AllGather", "Buffers", "ReduceScatter", "use"]
 
@@ -138,7 +139,7 @@ def use(model: torch.nn.Module) -> None:
     found = [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
     meshes = {id(mesh): mesh for mesh in found}.values()
     groups = [(group, mesh.device_type) for mesh in meshes for group in mesh.get_all_groups()]
-    if not any(isinstance(group._get_backend(torch.device(kind)), load().ProcessGroupSymm) for group, kind in groups):
+    if not any(isinstance(backend_of(group, kind), load().ProcessGroupSymm) for group, kind in groups):
         names = ", ".join(sorted({dist.get_backend(group) for group, _ in groups}))
         raise ValueError(f"torch_symm.fsdp.use: the parameters are sharded over groups of {names or 'no backend'}")
     buffers = Buffers()

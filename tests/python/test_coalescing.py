@@ -19,6 +19,7 @@ from ranks import init, meet, on_threads, run_ranks
 
 # Imported before there is a group of symm, as programs do.
 from torch.distributed.distributed_c10d import _coalescing_manager
+from torch_symm.testing import init_process_group
 
 CPU = torch.device("cpu")
 Keep = Callable[[torch.Tensor], torch.Tensor]
@@ -168,8 +169,10 @@ def test_an_exception_ends_a_block(backend: str) -> None:
     run_ranks(after_exceptions, 2, backend, backend=None)
 
 
-@pytest.mark.ranks(2, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+@pytest.mark.ranks(2, backend=None)
 def test_an_exception_ends_a_block_behind_torchs_wrapper(rank: int) -> None:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    init_process_group()
     for call in (recorded, on_a_thread):
         with pytest.raises(Left):
             call(lambda tensor: tensor)

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 import torch_symm
 from torch_symm import __main__ as entry
+from torch_symm import _torch_compat
+from torch_symm.testing import init_process_group
 from torch_symm.tools.bench.record import read
 from torch_symm.tools.tune import profile
 
@@ -163,9 +165,14 @@ def test_help_shows_every_public_name() -> None:
     assert set(torch_symm.__all__) <= set(dir(torch_symm))
 
 
-@pytest.mark.ranks(3, group_timeout=50)
-def test_a_group_is_described_with_its_algorithms(rank: int) -> None:
-    own = dist.group.WORLD._get_backend(torch.device("cpu"))
+@pytest.mark.parametrize("debug", ["OFF", "DETAIL"])
+@pytest.mark.ranks(3, backend=None)
+def test_a_group_is_described_with_its_algorithms(rank: int, debug: str) -> None:
+    """Under DETAIL, torch wraps the backend."""
+    dist.set_debug_level(getattr(dist.DebugLevel, debug))
+    init_process_group(timeout=50)
+    own = _torch_compat.backend_of(dist.group.WORLD, "cpu")
+    assert isinstance(own, torch_symm.ProcessGroupSymm)
     pair = dist.new_group([1, 2], backend="symm")
     alone = dist.new_group([rank], backend="symm", use_local_synchronization=True)
     assert torch_symm.describe() == torch_symm.describe(dist.group.WORLD) == torch_symm.describe(own)

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch_symm.dtensor import disable_redistribute, enable_redistribute
+from torch_symm.testing import init_process_group
 
 SHAPES = ((8, 12), (7, 5), (2, 9), (1, 1), (3, 5, 6))
 MOVES = torch.ops._dtensor.shard_dim_alltoall
@@ -139,8 +140,10 @@ def test_ranks_outside_the_mesh(rank: int) -> None:
         assert moved.to_local().numel() == 0
 
 
-@pytest.mark.ranks(3, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+@pytest.mark.ranks(3, backend=None)
 def test_under_torchs_debug_wrapper(rank: int, world_size: int) -> None:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    init_process_group()
     mesh = init_device_mesh("cpu", (world_size,))
     local = whole((7, 5)).chunk(world_size)[rank]
     tensor = DTensor.from_local(local, mesh, [Shard(0)], shape=torch.Size((7, 5)), stride=(5, 1), run_check=False)

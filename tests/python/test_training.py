@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from torch_symm import fsdp
+from torch_symm.testing import init_process_group
 
 
 def network(seed: int = 1) -> torch.nn.Module:
@@ -297,8 +298,12 @@ def test_same_bits(rank: int, world_size: int, name: str, monkeypatch: pytest.Mo
     assert calls == {"AllGather": gathers, "ReduceScatter": 9}, calls
 
 
-@pytest.mark.ranks(2)
-def test_what_is_rejected(world_size: int) -> None:
+@pytest.mark.parametrize("debug", ["OFF", "DETAIL"])
+@pytest.mark.ranks(2, backend=None)
+def test_what_is_rejected(world_size: int, debug: str) -> None:
+    """Under DETAIL, torch wraps the backends."""
+    dist.set_debug_level(getattr(dist.DebugLevel, debug))
+    init_process_group()
     with pytest.raises(ValueError, match="no module was passed to fully_shard"):
         fsdp.use(nn.Linear(2, 2))
     group = dist.new_group(backend="gloo")

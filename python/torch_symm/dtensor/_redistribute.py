@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed._functional_collectives as funcol
 
-from torch_symm._torch_compat import group_name
+from torch_symm._torch_compat import backend_of, group_name
 from torch_symm.dtensor._alltoall import shard_dim_alltoall
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _is_symm(mesh: DeviceMesh, mesh_dim: int) -> bool:
     if local is not None and local.local_tensor_mode() is not None:
         return False
     try:
-        backend = mesh.get_group(mesh_dim)._get_backend(torch.device(mesh.device_type))
+        backend = backend_of(mesh.get_group(mesh_dim), mesh.device_type)
     except RuntimeError:  # the group has no backend for the device
         return False
     return bool(backend.name() == "symm")

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-import torch
 import torch.distributed._symmetric_memory as torchs
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import _resolve_process_group
@@ -20,6 +19,7 @@ from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import GroupName
 
 from torch_symm._native import load
+from torch_symm._torch_compat import backend_of
 
 #: One state for both modules, so that torch's and our functions use their fallbacks together.
 _test_mode = torchs._test_mode
@@ -45,7 +45,7 @@ def resolve(group_name: str) -> Any:
 def is_symm(group: Any, device_type: str) -> bool:
     """Returns true if the ranks of ``group`` exchange tensors of ``device_type`` through symm."""
     try:
-        return bool(group._get_backend(torch.device(device_type)).name() == "symm")
+        return bool(backend_of(group, device_type).name() == "symm")
     except RuntimeError:  # the group has no backend for the device
         return False
 
@@ -124,7 +124,7 @@ def _this_node() -> tuple[str, str]:
 def _timeout(group: Any) -> timedelta:
     for device in group._device_types:
         with suppress(RuntimeError, AttributeError):
-            timeout = group._get_backend(device).options._timeout
+            timeout = backend_of(group, device).options._timeout
             if isinstance(timeout, timedelta):
                 return timeout
     return c10d._get_default_timeout(c10d.get_backend(group))

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from torch_symm._torch_compat import new_group
+from torch_symm._torch_compat import backend_of, new_group
 
 from . import copies, torch_calls
 from .calls import OPS, nccl_barrier
@@ -83,7 +83,7 @@ class GpuSide:
         Raises:
             GroupFailed: the group has failed.
         """
-        ask = getattr(self.group._get_backend(device), "get_error", None)
+        ask = getattr(backend_of(self.group, device), "get_error", None)
         found = str(ask()) if ask is not None else "SUCCESS"
         if not found.endswith("SUCCESS"):
             raise GroupFailed(found)
@@ -123,7 +123,7 @@ def _ordinary(backend: str) -> Maker:
 
 def _symm_pool(device: torch.device, size: int) -> GpuSide:
     group = _new("symm", device)
-    backend = group._get_backend(device)
+    backend = backend_of(group, device)
     if not backend.supports_tensor_alloc(device):
         raise UnavailableError("the group allocates no tensors on this device")
     pool = torch.cuda.MemPool(backend.mem_allocator)
@@ -140,11 +140,11 @@ def _nccl(device: torch.device, size: int) -> GpuSide:
 def _nccl_window(device: torch.device, size: int) -> GpuSide:
     # A separate group, so that a registration that fails does not affect the side "nccl".
     group = _new("nccl", device)
-    backend = group._get_backend(device)
+    backend = backend_of(group, device)
     pool = torch.cuda.MemPool(backend.mem_allocator)
     with torch.cuda.use_mem_pool(pool):
         place = _room(device, size)
-    backend.register_mem_pool(pool, symm=True)  # type: ignore[attr-defined]
+    backend.register_mem_pool(pool, symm=True)
     return GpuSide("nccl window", group, place, builders=NCCL, keep=[pool])
 
 
