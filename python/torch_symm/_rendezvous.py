@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
@@ -55,13 +56,16 @@ def by_tcp(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator
     else:
         host, port = _variable("MASTER_ADDR"), _whole("MASTER_PORT", _variable("MASTER_PORT"))
     deadline = time.monotonic() + timeout.total_seconds()
+    remove_address: Callable[[], object] | None = None
     if not parts.netloc and not parts.path and _agent_listens():
-        opened = _beside_agent(host, port, rank, world_size, deadline, secret, require_same_user)
+        opened, remove_address = _beside_agent(host, port, rank, world_size, deadline, secret, require_same_user)
         opened.set_timeout(timeout)
     else:
         opened = _open(host, port, rank, world_size, timeout, secret, require_same_user)
     restarts = _restarts()
     opened._assemble(f"restart {restarts}/symm" if restarts else "symm", rank, world_size, _left(deadline))
+    if remove_address:
+        remove_address()
     yield _of_this_start(opened), rank, world_size
     _only_once("symm")
 
@@ -207,10 +211,11 @@ def _open(
 
 def _beside_agent(
     host: str, port: int, rank: int, world_size: int, deadline: float, secret: str | None, require_same_user: bool
-) -> TCPStore:
+) -> tuple[TCPStore, Callable[[], object] | None]:
     """A store that rank 0 serves at a free port, which the other ranks learn from the store of torchrun's agent.
 
-    ``deadline`` is a time of ``time.monotonic``; the returned store has the remaining time as its timeout.
+    ``deadline`` is a time of ``time.monotonic``; the returned store has the remaining time as its timeout. On rank
+    0 also returns a function that removes the address from the agent's store, to be called once all ranks have arrived.
     """
     from torch._C._distributed_c10d import PrefixStore
     from torch._C._distributed_c10d import TCPStore as AgentStore
@@ -229,7 +234,7 @@ def _beside_agent(
         except DistStoreError as error:
             raise DistStoreError(_missing(turns, turn, world_size)) from error
         place, _, number = turns.get(key).decode().rpartition(" ")
-        return _open(place, int(number), rank, world_size, _left(deadline), secret, require_same_user)
+        return _open(place, int(number), rank, world_size, _left(deadline), secret, require_same_user), None
     if require_same_user and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
         # All ranks are on this node, whatever address the agent uses.
         host = "localhost"
@@ -246,7 +251,7 @@ def _beside_agent(
         require_same_user=require_same_user,
     )
     turns.set(key, f"{store.host} {store.port}")
-    return store
+    return store, partial(turns.delete_key, key)
 
 
 def _missing(turns: Store, turn: int, world_size: int) -> str:

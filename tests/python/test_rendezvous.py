@@ -187,10 +187,16 @@ def test_ranks_that_do_not_arrive_beside_torchruns_agent_are_named(
         meet("symm://", 2, 4, timeout=seconds(0.5))
 
 
-def test_beside_torchruns_agent_the_store_keeps_the_timeout_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beside_torchruns_agent_the_store_has_the_timeout_and_its_address_is_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     agent = beside_agent(monkeypatch)
-    store, _, _ = meet("symm://", 0, 1, timeout=seconds(7))
-    assert (store.timeout, store.is_master, store.port != agent.port) == (seconds(7), True, True)
+    for turn in ("1", "2"):
+        store, _, _ = meet("symm://", 0, 1, timeout=seconds(7))
+        assert (store.timeout, store.is_master, store.port != agent.port) == (seconds(7), True, True)
+        # The number of rank 0's meetings stays.
+        assert [key for key in agent.list_keys() if "symm" in key] == ["symm/rendezvous/0/turn/0"]
+        assert agent.get("symm/rendezvous/0/turn/0") == turn.encode()
 
 
 def test_a_file_is_the_place_of_one_meeting_and_of_another_after_a_restart(
