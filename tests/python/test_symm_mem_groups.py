@@ -35,6 +35,9 @@ def test_symm_groups_are_enabled_and_others_can_be() -> None:
     assert not is_enabled(gloo.group_name)
     symm_mem.enable_symm_mem_for_group(gloo.group_name)
     symm_mem.enable_symm_mem_for_group(gloo.group_name)
+    dist.barrier()
+    store = dist.distributed_c10d._get_process_group_store(gloo)
+    assert [key for key in store.list_keys() if "symm_mem/nodes" in key] == []
     assert is_enabled(gloo.group_name) and gloo.group_name in torchs._group_name_to_store
     with pytest.raises(RuntimeError, match="no such group"):
         symm_mem.enable_symm_mem_for_group("no such group")

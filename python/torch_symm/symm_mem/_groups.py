@@ -106,6 +106,10 @@ def _check_one_node(group: Any, group_name: str) -> None:
                 f"for rank {', '.join(late) or peer} of {ranks}"
             ) from error
         nodes.append(json.loads(store.get(str(peer))))
+    with suppress(RuntimeError):  # the store cannot delete keys
+        if store.add("read", 1) == ranks:
+            for key in ("read", *map(str, range(ranks))):
+                store.delete_key(key)
     if any(boot != nodes[0][0] for boot, _ in nodes):
         places = ", ".join(f"rank {peer} on {name}" for peer, (_, name) in enumerate(nodes))
         raise load().SymmConfigError(
