@@ -32,7 +32,6 @@ def create_group(options: Any, group_options: Any) -> Any:
     _torch_compat.record_without_torch()
     _choose_symmetric_memory()
     own = prepared(native, options, group_options)
-    publisher.start(native)
     try:
         return native.ProcessGroupSymm(options.store, int(options.group_rank), int(options.group_size), own)
     except BaseException:
@@ -54,6 +53,7 @@ def prepared(native: Any, options: Any, group_options: Any) -> Any:
         for name in ("inter_node_backend", "reduce_dtype", "order", "cta_policy", "max_ctas"):
             setattr(own, name, getattr(group_options, name))
     _leave_with_multiprocessing(native)
+    publisher.start(native)
     return own
 
 

@@ -140,10 +140,12 @@ def test_what_is_missing_is_said(
     assert says in capsys.readouterr().err
 
 
-def counted(rank: int, world: int) -> None:
+def counted(rank: int, world: int, backend: str) -> None:
     """More calls than a trace keeps. The rank exits like a program, but without the exit functions of its parent."""
     atexit._clear()
-    ranks.init(rank, world)
+    if backend == "gloo":
+        torch_symm.replace_gloo()
+    ranks.init(rank, world, backend)
     tensor = torch.ones(1000)
     for _ in range(2100):
         dist.all_reduce(tensor)
@@ -156,9 +158,11 @@ def counted(rank: int, world: int) -> None:
     assert not written.exists()
 
 
-def test_a_job_ends_with_the_counts_of_all_its_calls_and_without_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["symm", "gloo"])
+def test_a_job_ends_with_the_counts_of_all_its_calls_and_without_files(backend: str, tmp_path: Path) -> None:
+    """Also if symm stands in the place of Gloo."""
     env = {"SYMM_STATS_INTERVAL": "3600", "SYMM_TRACE_DIR": str(tmp_path)}
-    said = run_ranks(counted, WORLD, backend=None, env=env).logs[0].splitlines()
+    said = run_ranks(counted, WORLD, backend, backend=None, env=env).logs[0].splitlines()
     (head,) = [number for number, line in enumerate(said) if "calls of rank" in line]
     assert said[head].startswith("all 2102 calls of rank 0 (pid ")
     assert said[head + 1].split("  ")[0] == "collective"
