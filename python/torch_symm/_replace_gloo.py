@@ -75,10 +75,13 @@ def _join(options: Any, group_options: Any, exchange: _Exchange, *, cuda: bool) 
     native = load()
     # Options of Gloo are ignored, as torch ignores them.
     own = _group.prepared(native, options, group_options if isinstance(group_options, native.Options) else None)
-    group = None
+    group, timeout = None, own._timeout
+    # The exchange and the joining have one deadline.
+    own._timeout = min(timeout, exchange.left())
     try:
         store = PrefixStore("symm", exchange.store)
         group = native._GlooSubstitute(store, exchange.rank, exchange.size, own, cuda)
+        group._set_default_timeout(timeout)
         mine = _JOINED
     except native.SymmConfigError as error:
         mine = f"{_REFUSED}{error}"
@@ -141,7 +144,7 @@ class _Exchange:
             self.tell(question, mine)
             return [""] * self.rank + [mine]
         try:
-            words: list[str] = store._gather("told", question, mine, self.rank, self.size, self._left())
+            words: list[str] = store._gather("told", question, mine, self.rank, self.size, self.left())
             return words
         except dist.DistStoreError as error:
             raise dist.DistStoreError(
@@ -172,7 +175,8 @@ class _Exchange:
         for rank in everyone:
             self._meeting.delete_key(f"turn of {rank}")
 
-    def _left(self) -> timedelta:
+    def left(self) -> timedelta:
+        """Returns the time until the deadline, at least 1 ms because a store takes 0 for "no limit"."""
         return timedelta(seconds=max(0.001, self._deadline - time.monotonic()))
 
 

@@ -81,6 +81,8 @@ def as_gloo(rank: int, world: int) -> None:
     pair = dist.new_group([0, 1], backend="gloo")
     assert rank > 1 or served_by(pair) == "symm"
     everyone = dist.new_group(timeout=timedelta(seconds=20))
+    assert everyone._get_backend(CPU).options.timeout == timedelta(seconds=20)
+    assert "timeout 20 s" in torch_symm.describe(everyone)
     assert served_by(everyone) == "symm" and dist.get_backend(everyone) == "gloo"
     sums(everyone)
     mixed = dist.new_group(backend="cpu:gloo,cuda:symm")
@@ -101,6 +103,33 @@ def as_gloo(rank: int, world: int) -> None:
 
 def test_a_group_of_gloo_is_symm() -> None:
     run_ranks(as_gloo, 3, backend=None)
+
+
+def late_twice(rank: int, world: int) -> float:
+    torch_symm.replace_gloo()
+    native = _native.load()
+    substitute, started = native._GlooSubstitute, time.monotonic()
+
+    def never(*_: Any) -> Any:
+        meet("ended", rank, world)
+        raise RuntimeError("too late")
+
+    if rank == 1:
+        native._GlooSubstitute = never
+        time.sleep(3)
+    with pytest.raises(RuntimeError):
+        init(rank, world, "gloo", timeout=4)
+    seconds = time.monotonic() - started
+    native._GlooSubstitute = substitute
+    if rank == 0:
+        meet("ended", rank, world)
+    return seconds
+
+
+@pytest.mark.timed
+def test_the_exchange_and_the_joining_have_one_deadline() -> None:
+    seconds, _ = run_ranks(late_twice, 2, backend=None)
+    assert 4 <= seconds < 6
 
 
 def after_a_failure(rank: int, world: int) -> None:
