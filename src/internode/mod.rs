@@ -166,7 +166,8 @@ impl Internode {
             monitored: AtomicU64::new(0),
             life,
         });
-        health.recorder().note_nodes(layout.name_others(layout.node_of(rank)));
+        let others = layout.name_others(layout.node_of(rank));
+        health.recorder().note_nodes(others, layout.size());
         let listener: Arc<dyn FailureListener> = nodes.clone();
         health.listen(Arc::downgrade(&listener));
         nodes

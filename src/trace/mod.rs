@@ -30,7 +30,7 @@ use entry::{CallKind, EntryState, TraceEntry};
 use registry::Registry;
 use ring::EntryRing;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -82,9 +82,8 @@ pub struct GroupRecorder {
     /// True while a profiler watches the group's calls; then the rank for which a call waited is
     /// recorded.
     watched: AtomicBool,
-    /// True if the group is on several nodes: the ranks of a node then do not publish when they
-    /// started its collectives.
-    twofold: AtomicBool,
+    /// Number of ranks of the group, on all nodes.
+    world: AtomicUsize,
     /// Fork generation of the process that owns the journal.
     generation: u64,
     /// Receives a value once the dump has been written.
@@ -113,7 +112,7 @@ impl GroupRecorder {
             cuda: AtomicBool::new(false),
             failed: AtomicBool::new(false),
             watched: AtomicBool::new(false),
-            twofold: AtomicBool::new(false),
+            world: AtomicUsize::new(control.size()),
             generation: fork::generation(),
             writing: Mutex::new(None),
         })
@@ -176,7 +175,7 @@ impl GroupRecorder {
 
     /// Publishes to peers when this rank started collective `sequence`.
     fn log_start(&self, sequence: u64, at: u64) {
-        if !self.twofold.load(Ordering::Relaxed) {
+        if !self.is_multi_node() {
             // The post of the call publishes this word.
             self.control.start(self.control.rank(), sequence).store(at, Ordering::Relaxed);
         }
@@ -219,7 +218,7 @@ impl GroupRecorder {
     #[inline(always)]
     fn count(&self, number: u64) {
         if let Some(totals) = &self.journal.totals {
-            self.journal.ring.change(number, |entry| totals.made(entry, self.control.size()));
+            self.journal.ring.change(number, |entry| totals.made(entry, self.world()));
         }
     }
 
@@ -227,14 +226,24 @@ impl GroupRecorder {
     #[inline(always)]
     fn count_time(&self, entry: &TraceEntry) {
         if let Some(totals) = &self.journal.totals {
-            totals.ended(entry, self.control.size());
+            totals.ended(entry, self.world());
         }
     }
 
-    /// Records the other nodes of the group, as messages name them.
-    pub fn note_nodes(&self, others: String) {
-        self.twofold.store(true, Ordering::Relaxed);
-        lock(&self.journal.groups).note_nodes(self.group, others);
+    /// Records the other nodes of the group, as messages name them, and the number of all ranks.
+    pub fn note_nodes(&self, others: String, world: usize) {
+        self.world.store(world, Ordering::Relaxed);
+        lock(&self.journal.groups).note_nodes(self.group, others, world);
+    }
+
+    fn world(&self) -> usize {
+        self.world.load(Ordering::Relaxed)
+    }
+
+    /// Returns true if the group is on several nodes. The ranks of a node then do not publish when
+    /// they started its collectives.
+    fn is_multi_node(&self) -> bool {
+        self.world() > self.control.size()
     }
 
     /// Records which `nodes`, as messages name them, are late for collective `sequence`, in which
@@ -253,7 +262,7 @@ impl GroupRecorder {
     /// the call took part in the group's sequence.
     pub fn end(&self, number: u64, outcome: &Result<()>, begun: bool, algorithm: &'static str) {
         let at = clock::now();
-        let watched = self.watched.load(Ordering::Relaxed) && !self.twofold.load(Ordering::Relaxed);
+        let watched = self.watched.load(Ordering::Relaxed) && !self.is_multi_node();
         self.journal.ring.change(number, |entry| {
             entry.end(outcome, at);
             entry.algorithm = algorithm;

@@ -55,6 +55,8 @@ pub(super) struct GroupRecord {
     pub(super) name: String,
     pub(super) rank: Rank,
     pub(super) members: Vec<DumpMember>,
+    /// Number of ranks of the group, on all nodes.
+    pub(super) world: usize,
     /// The group's other nodes, as messages name them.
     pub(super) other_nodes: Option<String>,
     /// A collective in which this rank waits or has waited, and the nodes that are late for it.
@@ -130,6 +132,7 @@ impl Registry {
             name: control.name().into(),
             rank: control.rank(),
             members: control.ranks().map(|rank| place(control, rank)).collect(),
+            world: control.size(),
             other_nodes: None,
             late_nodes: None,
             timeout_ms: super::milliseconds(timeout),
@@ -147,10 +150,11 @@ impl Registry {
         self.records.iter_mut().find(|record| record.id == id)
     }
 
-    /// Records that the group spans further nodes, which `others` names.
-    pub(super) fn note_nodes(&mut self, id: u64, others: String) {
+    /// Records that the group spans further nodes, which `others` names, with `world` ranks in all.
+    pub(super) fn note_nodes(&mut self, id: u64, others: String, world: usize) {
         if let Some(record) = self.find(id) {
             record.other_nodes = Some(others);
+            record.world = world;
         }
     }
 

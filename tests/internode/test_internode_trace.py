@@ -66,7 +66,7 @@ def test_a_stopped_node_is_named_with_its_rail(count: int, capsys: pytest.Captur
     assert seen == failed == [("all_reduce", "inside the node")]
     (path,) = results.dumps[0]
     (group,) = json.loads(path.read_text())["groups"]
-    assert group["other_nodes"] == 'node "b" (ranks 2 and 3)'
+    assert group["other_nodes"] == 'node "b" (ranks 2 and 3)' and group["world"] == 4
     capsys.readouterr()
     assert main(["trace", str(path)]) == 0
     report = capsys.readouterr().out

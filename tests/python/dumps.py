@@ -21,7 +21,8 @@ def dump(*calls: dict[str, Any], rank: int = 0, pid: int = 100) -> dict[str, Any
     """The calls of ``rank`` of two ranks; the process of rank 0 is ``pid``."""
     members = [{"rank": one, "global_rank": one, "pid": pid + one} for one in range(2)]
     group = {
-        **{"id": 1, "memory": 5, "name": "default", "rank": rank, "members": members, "other_nodes": None},
+        **{"id": 1, "memory": 5, "name": "default", "rank": rank, "members": members, "world": 2},
+        "other_nodes": None,
         **{"timeout_ms": 1, "joined_ns": 1, "left_ns": None, "begun": 9, "launched": None, "failure": None},
         "peers": [],
     }

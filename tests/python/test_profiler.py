@@ -116,6 +116,19 @@ def test_overlapping_and_coalesced_calls_find_their_events(tmp_path: Path) -> No
     assert [file.name for file in tmp_path.iterdir() if "tmp" in file.name] == []
 
 
+def test_the_figures_of_a_multi_node_group_count_the_ranks_of_all_nodes(tmp_path: Path) -> None:
+    ops = ("all_reduce", "broadcast", "send", "gather")
+    data = dumps.dump(*(call(n, n * 1_000_000 + 5000, op=op) for n, op in enumerate(ops, 1)), pid=7)
+    data["groups"][0].update(other_nodes='node "b" (ranks 2 and 3)', world=4)
+    dumped, path = tmp_path / "trace-7-rank0.json", tmp_path / "profile.json"
+    dumped.write_text(json.dumps(data))
+    path.write_text(json.dumps({"traceEvents": [event(n * 1000, 90, f"symm:{op}") for n, op in enumerate(ops, 1)]}))
+    assert torch_symm.annotate_profiler_trace(path, [dumped]) == len(ops)
+    figures = ("bytes", "algbw_gb_per_s", "busbw_gb_per_s")
+    seen = [[one["args"].get(name) for name in figures] for one in json.loads(path.read_text())["traceEvents"]]
+    assert seen == [[16, 0.16, 0.24], [16, 0.16, 0.16], [16, 0.16, 0.16], [64, 0.64, 0.48]]
+
+
 def test_the_command_annotates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dumped, path = dump(tmp_path, call(1, 1_005_000)), tmp_path / "profile.json"
     path.write_text(json.dumps({"traceEvents": [event(1000, 90)]}))

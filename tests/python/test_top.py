@@ -64,6 +64,17 @@ def test_lines_are_by_size_and_those_that_took_longest_are_first() -> None:
     assert all(line.waiting is None and line.straggler is None for line in found)
 
 
+def test_gathers_of_multi_node_groups_count_the_ranks_of_all_nodes() -> None:
+    data = [dumps.dump(call(1, 10, 20, "gather"), call(2, 30, 40), rank=rank) for rank in range(WORLD)]
+    for one in data:
+        one["groups"][0].update(other_nodes='node "b" (ranks 2 and 3)', world=4)
+    seen = [parse(one, "x") for one in data]
+    assert {(line.op, line.size, line.calls, line.compared) for line in table.lines(merge(seen))} == {
+        ("gather", 16384, 2, 1),
+        ("all_reduce", 4096, 2, 1),
+    }
+
+
 @pytest.mark.ranks(WORLD)
 def test_statistics_are_a_table_when_printed_with_the_sizes_of_the_benchmark(rank: int) -> None:
     for _ in range(3):

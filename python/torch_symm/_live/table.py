@@ -67,7 +67,7 @@ def lines(groups: Iterable[Group]) -> list[Line]:
     for group in groups:
         for view in group.views.values():
             for call in view.calls:
-                size = _size(call, len(group.members))
+                size = _size(call, view.world)
                 line = found.setdefault((call.op, size), Line(call.op, size))
                 line.calls += 1
                 line.total += max(call.bytes_in, call.bytes_out)
@@ -87,8 +87,8 @@ def _together(group: Group, found: dict[tuple[str, int], Line]) -> Iterable[tupl
                 kept.setdefault((call.sequence, call.cuda), {})[rank] = call
     for calls in kept.values():
         if len(calls) == len(group.members) > 1:
-            first = calls[min(calls)]
-            line = found[first.op, _size(first, len(group.members))]
+            first = min(calls)
+            line = found[calls[first].op, _size(calls[first], group.views[first].world)]
             yield line, {group.members[rank].global_rank: one for rank, one in calls.items()}
 
 

@@ -131,7 +131,7 @@ def _match(dump: Dump, events: Sequence[Event]) -> None:
 def _arguments(event: Event) -> dict[str, Any]:
     views, calls = zip(*event.calls, strict=True)
     view, first = views[0], calls[0]
-    size = sum(call.size(len(view.members)) for call in calls)
+    size = sum(call.size(view.world) for call in calls)
     found: dict[str, Any] = {
         "call": first.text if len(calls) == 1 else f"{first.text} and {len(calls) - 1} more",
         "sequence": first.sequence,
@@ -146,7 +146,7 @@ def _arguments(event: Event) -> dict[str, Any]:
         found["us"] = ns / 1e3
         if size and (factor := BUS_FACTORS.get("send_recv" if first.message else first.op)):
             found["algbw_gb_per_s"] = round(size / ns, 3)
-            found["busbw_gb_per_s"] = round(size / ns * factor(len(view.members)), 3)
+            found["busbw_gb_per_s"] = round(size / ns * factor(view.world), 3)
         waits = [(call.waited_ns, call.waited_for) for call in calls if call.waited_ns is not None]
         if waits:
             found["waited_us"] = sum(ns for ns, _ in waits) / 1e3

@@ -108,6 +108,8 @@ class View:
     name: str
     rank: int
     members: list[Member]
+    #: The group's number of ranks, on all nodes; ``members`` are those on this node.
+    world: int
     #: The other nodes of the group, as messages name them.
     other_nodes: str | None
     joined_ns: int
@@ -222,6 +224,7 @@ def _dump(data: dict[str, Any]) -> Dump:
             name=_plain(group["name"]),
             rank=_int(group["rank"]),
             members=members,
+            world=_int(group["world"]),
             other_nodes=_plain(others) if (others := group.get("other_nodes")) else None,
             joined_ns=_int(group["joined_ns"]),
             left_ns=_number(group["left_ns"]),
