@@ -118,9 +118,9 @@ impl MessageTable {
 
     pub(super) fn pending(&self) -> impl Iterator<Item = TransferLabel<'_>> {
         let receives = self.matching.posted.iter().map(|posted| (posted, posted.peer));
-        let streams = self.streams.iter().map(|((from, _), stream)| {
-            (&stream.posted, stream.posted.peer.or(self.internode_only(*from)))
-        });
+        // Once a rank has started to send the message of a receive from any source, the receive
+        // needs that rank.
+        let streams = self.streams.iter().map(|((from, _), stream)| (&stream.posted, Some(*from)));
         let receives = receives.chain(streams).map(|(posted, peer)| TransferLabel {
             name: "recv",
             peer,
@@ -135,12 +135,6 @@ impl MessageTable {
             TransferLabel { name: "send", peer, tag, dtype, bytes, limit: &sending.limit }
         });
         receives.chain(sends)
-    }
-
-    /// Returns `from` if it is on another node. Once `from` has started to send the message of a
-    /// receive from any source, the receive needs `from`.
-    fn internode_only(&self, from: Rank) -> Option<Rank> {
-        self.is_internode(from).then_some(from)
     }
 
     /// Returns the message with `peer` whose deadline is next, and the time until then.

@@ -10,6 +10,7 @@ use super::reading::DIRECT_READ_MAX_BYTES;
 use super::*;
 use crate::control::Identity;
 use crate::dtype::DType;
+use crate::error::ErrorKind;
 use crate::mem::layout::SegmentLayout;
 use crate::mem::shm::ShmSegment;
 use crate::trace::GroupRecorder;
@@ -201,6 +202,23 @@ fn a_read_succeeds_only_if_its_offer_stands_after_the_last_byte() {
         }
         ranks.iter().for_each(|rank| rank.stop());
     }
+}
+
+#[test]
+fn a_receive_from_any_source_ends_when_the_rank_leaves_that_has_offered_its_message() {
+    let ranks = ranks();
+    let [mut from, mut to] = [7u8, 0].map(|value| vec![value; DIRECT_READ_MAX_BYTES + 1]);
+    ranks[2].send(message(Rank(0), span(&mut from)), PATIENCE, quiet()).expect("begun");
+    ranks[2].shut_down(&Error::aborted("the sender leaves"), "");
+    let (completion, told) = reported();
+    // Rank 1 stays, but the message of rank 2 already belongs to this receive.
+    assert!(ranks[0].advance(&mut ranks[0].lock()), "an offer");
+    let any = Message::of(MessageSpec { peer: None, ..*message(Rank(2), span(&mut to)) });
+    let received = ranks[0].recv(any, PATIENCE, completion).expect("begun");
+    ranks[0].wait(received, None).expect("completed");
+    let error = told.try_recv().expect("the receive has ended").expect_err("it is not complete");
+    error.assert_says(ErrorKind::Peer, &["rank 2", "left the group"]);
+    ranks.iter().for_each(|rank| rank.stop());
 }
 
 #[test]
