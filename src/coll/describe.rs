@@ -55,6 +55,15 @@ impl Description {
         self.head & SITED != 0
     }
 
+    /// Returns true if the call has lengths on which ranks agree, see
+    /// [`CallSpec::agreed_lengths`].
+    pub fn has_lengths(self) -> bool {
+        matches!(
+            Collective::from_code(self.head as u8),
+            Some(Collective::AllGather | Collective::ReduceScatter)
+        )
+    }
+
     /// Returns the description without the call site.
     pub fn without_call_site(self) -> Self {
         Self { head: self.head & !SITED, ..self }

@@ -275,7 +275,8 @@ impl CpuCall<'_> {
             if description.has_call_site() {
                 let _ = write!(text, " at {}", self.control.call_site(rank).read());
             }
-            if !self.call.agreed_lengths().is_empty() && self.control.size() <= 16 {
+            // A post without lengths leaves the words of an earlier call.
+            if description.has_lengths() && self.control.size() <= 16 {
                 let lengths: Vec<usize> =
                     self.control.ranks().map(|to| self.sent(rank, to)).collect();
                 let _ = write!(text, " with lengths {lengths:?} bytes");

@@ -339,6 +339,42 @@ mod tests {
         assert_eq!(pair[0].sequence(), 0);
     }
 
+    // proves P7
+    #[test]
+    fn ranks_that_disagree_report_the_lengths_of_these_calls_and_not_of_earlier_ones() {
+        let mut runners = runners(2);
+        let both = |runners: &mut [CpuRunner], ops: [Collective; 2], lengths: [usize; 2]| {
+            std::thread::scope(|scope| {
+                let ranks = runners.iter_mut().zip(ops).enumerate().map(|(me, (runner, op))| {
+                    scope.spawn(move || {
+                        let mut input = [vec![0; lengths[me]]];
+                        let gathers = op == Collective::AllGather;
+                        let outputs = if gathers { &lengths[..] } else { &lengths[me..=me] };
+                        let mut outputs: Vec<_> =
+                            outputs.iter().map(|&length| vec![0; length]).collect();
+                        let call = call(op, spans(&mut input), spans(&mut outputs));
+                        runner.run(&call, &soon()).map_err(|error| error.message)
+                    })
+                });
+                let ranks: Vec<_> = ranks.collect();
+                ranks.into_iter().map(|rank| rank.join().expect("no panic")).collect::<Vec<_>>()
+            })
+        };
+        // Two calls, because a post stays in memory until the next but one replaces it.
+        for _ in 0..2 {
+            assert_eq!(both(&mut runners, [Collective::AllGather; 2], [3, 4]), [Ok(()), Ok(())]);
+        }
+        let ops = [Collective::AllGather, Collective::AllReduce];
+        for outcome in both(&mut runners, ops, [5, 5]) {
+            let text = outcome.expect_err("they disagree");
+            assert!(
+                text.contains("all_gather(10 × int32, 40 bytes) with lengths [20, 20]"),
+                "{text}"
+            );
+            assert!(text.ends_with("all_reduce(5 × int32, 20 bytes, SUM)"), "{text}");
+        }
+    }
+
     #[test]
     fn an_all_to_all_goes_on_where_only_one_rank_could_post() {
         let lengths = [[10, 20], [5000, 30]];
