@@ -272,8 +272,8 @@ impl Group {
         }
         if let Some(internode) = &self.internode {
             internode.forget_keys();
-            self.messages.say_goodbye(left());
         }
+        self.messages.say_goodbye(left());
         self.messages.shut_down(
             &Error::aborted(format!(
                 "group \"{name}\" was destroyed before this transfer was complete"

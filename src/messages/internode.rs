@@ -112,13 +112,32 @@ impl Messages {
         lost.into_iter().for_each(|(peer, error)| self.fail_peer(peer, error));
     }
 
-    /// Notifies ranks of other nodes that this rank leaves. Returns once they have read all its
-    /// frames, or after `limit`.
+    /// Writes the acknowledgements that wait for space in rings, because the sends of peers end
+    /// with them, until `deadline`.
+    fn flush_acknowledgements(&self, deadline: Instant) {
+        loop {
+            let mut state = self.lock();
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() || !state.has_acknowledgement(&self.control) {
+                return;
+            }
+            self.advance(&mut state);
+            self.run_completions(state);
+            self.control.sleep(left, || {
+                let state = self.lock();
+                state.has_work() || !state.has_acknowledgement(&self.control)
+            });
+        }
+    }
+
+    /// Prepares that this rank leaves: writes the acknowledgements for ranks of its node and
+    /// notifies ranks of other nodes. Returns once they have read all its frames, or after `limit`.
     pub fn say_goodbye(&self, limit: Duration) {
+        let deadline = Instant::now() + limit.min(LINK_CLOSE_TIMEOUT);
+        self.flush_acknowledgements(deadline);
         let Some(far) = self.internode.get().filter(|_| self.health.error().is_none()) else {
             return;
         };
-        let deadline = Instant::now() + limit.min(LINK_CLOSE_TIMEOUT);
         let mut state = self.lock();
         if state.closed.is_some() {
             return;

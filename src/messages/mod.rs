@@ -371,7 +371,7 @@ impl Messages {
     }
 
     /// Advances messages once after a message with `peer` was started, with the outcome `begun`. If
-    /// any message stays pending, wakes the progress thread.
+    /// any message stays pending or an acknowledgement is queued, wakes the progress thread.
     fn begin(
         &self,
         mut state: MutexGuard<'_, MessageTable>,
@@ -381,7 +381,8 @@ impl Messages {
         let far = peer.filter(|&peer| state.is_internode(peer));
         let lost = self.absorb_internode(&mut state, far, begun);
         self.advance(&mut state);
-        if state.idle && state.open.len() > state.finished.len() {
+        let pending = state.open.len() > state.finished.len();
+        if state.idle && (pending || state.has_acknowledgement(&self.control)) {
             self.begun.notify_all();
         }
         self.run_completions(state);

@@ -149,6 +149,15 @@ impl MessageTable {
             .any(|(peer, ring)| ring.has_room() || (ring.has_arrived() && self.may_read(peer)))
     }
 
+    /// Returns true if an acknowledgement waits for space in the ring to a peer that can still read
+    /// it.
+    pub(super) fn has_acknowledgement(&self, control: &ControlBlock) -> bool {
+        self.closed.is_none()
+            && self.rings().any(|(_, ring)| {
+                ring.has_acknowledgement() && control.exit_reason(ring.peer).is_none()
+            })
+    }
+
     /// Returns true if frames of `peer` are read. They are not read if it has sent too many
     /// unmatched bytes and no pending message could be completed by reading more: no receive from
     /// it or from any source, and no send whose answer may be behind the unread frames. The peer

@@ -150,6 +150,12 @@ impl RingLink {
         self.outbox.front().is_some_and(reserved)
     }
 
+    /// Returns true if an acknowledgement is queued. No pending message of this rank needs it, but
+    /// the send of the peer does.
+    pub(super) fn has_acknowledgement(&self) -> bool {
+        self.outbox.iter().any(|item| next_frame(item).kind == FrameKind::Taken)
+    }
+
     /// Returns true if the peer has read all frames and no item is queued.
     pub(super) fn is_drained(&self) -> bool {
         self.outbox.is_empty() && self.outgoing().ring.head.observe() == self.tail

@@ -177,7 +177,8 @@ impl Messages {
             if state.stopping {
                 return;
             }
-            if !state.open.is_empty() {
+            let due = !state.open.is_empty() || state.has_acknowledgement(&self.control);
+            if due {
                 idle_since = Instant::now();
             } else if idle_since.elapsed() > PROGRESS_LINGER {
                 state.idle = true;
@@ -191,12 +192,13 @@ impl Messages {
             // have read it at once.
             let left = state.is_reading_due() && state.steps == steps;
             steps = state.steps;
-            let attended = (state.waiting_threads > 0 && !left) || state.open.is_empty();
+            let attended = (state.waiting_threads > 0 && !left) || !due;
             let only_far = state.reaches
-                && !state.open.is_empty()
+                && due
                 && state
                     .pending()
-                    .all(|pending| pending.peer.is_some_and(|peer| state.is_internode(peer)));
+                    .all(|pending| pending.peer.is_some_and(|peer| state.is_internode(peer)))
+                && !state.has_acknowledgement(&self.control);
             drop(state);
             if !attended {
                 if self.progress() {

@@ -236,6 +236,70 @@ fn more_empty_messages_than_may_go_unasked_arrive() {
     ranks.iter().for_each(|rank| rank.stop());
 }
 
+/// Fills the ring from rank 0 to rank 2 with eager messages, as the lock of rank 2 is held.
+fn fill_ring(ranks: &[Arc<Messages>]) {
+    let (mut state, mut bytes) = (ranks[0].lock(), vec![0u8; RING.eager]);
+    for length in [RING.eager, 4096, 256, 0] {
+        loop {
+            let frame = Frame {
+                bytes: length as u64,
+                id: state.new_ticket(),
+                ..Frame::bare(FrameKind::Eager)
+            };
+            let ring = state.ring(Rank(2)).expect("it is near");
+            if !ring.send_now(frame, span(&mut bytes[..length])).expect("a ring") {
+                break;
+            }
+        }
+    }
+}
+
+#[test]
+fn an_acknowledgement_for_which_the_ring_has_no_space_is_sent_after_the_receive_and_on_leaving() {
+    // The offered message is empty if this rank has unmatched eager ones.
+    for (eager, bytes, leaves) in
+        [(0, RING.eager + 1, false), (0, RING.eager + 1, true), (1024, 0, false), (1024, 0, true)]
+    {
+        let ranks = ranks();
+        let [mut from, mut to] = [7u8, 0].map(|value| vec![value; bytes]);
+        let tagged = |peer, span| Message::of(MessageSpec { tag: 4, ..*message(Rank(peer), span) });
+        // The first receive starts the progress thread, which then sleeps.
+        let empty = |peer| message(Rank(peer), span(&mut []));
+        let first = ranks[0].recv(empty(2), PATIENCE, quiet()).expect("begun");
+        ranks[2].send(empty(0), PATIENCE, quiet()).expect("sent");
+        ranks[0].wait(first, None).expect("within its time");
+        for _ in 0..eager {
+            ranks[2].send(empty(0), PATIENCE, quiet()).expect("sent");
+        }
+        let (completion, told) = reported();
+        ranks[2].send(tagged(0, span(&mut from)), PATIENCE, completion).expect("begun");
+        while !ranks[0].lock().idle {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let stopped = ranks[2].lock();
+        ranks[0].progress();
+        fill_ring(&ranks);
+        let received = ranks[0].recv(tagged(2, span(&mut to)), PATIENCE, quiet()).expect("begun");
+        ranks[0].wait(received, None).expect("within its time");
+        assert!(ranks[0].lock().has_acknowledgement(&ranks[0].control), "the ring is full");
+        if leaves {
+            ranks[0].stop();
+        }
+        drop(stopped);
+        if leaves {
+            while !ranks[0].lock().has_work() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            ranks[0].say_goodbye(PATIENCE);
+            ranks[0].shut_down(&Error::aborted("the receiver leaves"), "");
+            ranks[0].control.note_departure("");
+        }
+        assert_eq!(told.recv_timeout(2 * PATIENCE), Ok(Ok(())), "{bytes} bytes, leaves: {leaves}");
+        assert_eq!(to, from);
+        ranks.iter().for_each(|rank| rank.stop());
+    }
+}
+
 #[test]
 fn a_panic_in_a_read_fails_the_group_and_the_receive() {
     let ranks = ranks();
