@@ -89,7 +89,7 @@ class TransportsHandle {
   virtual ~TransportsHandle() = default;
   virtual Status find(rust::Str named, rust::String& cpu, rust::String& cuda) const noexcept = 0;
   virtual Connected connect(
-      rust::Str engine, rust::Str name, const Seat& seat, int64_t timeout_ms,
+      rust::Str engine, rust::Str name, const Seat& seat, int64_t timeout_ms, bool patient,
       rust::Box<GivenUp> given_up) const noexcept = 0;
   virtual Allocated allocate(int32_t device, size_t bytes) const noexcept = 0;
 };

@@ -16,13 +16,15 @@ pub const HOST: i32 = -1;
 
 /// Creates transports through one of torch's backends.
 pub trait Transports: Send + Sync {
-    /// Connects this rank with the ranks that connect under the same `name`. Fails once `given_up`
+    /// Connects this rank with the ranks that connect under the same `name`, within `timeout`. If
+    /// `patient`, waits without a timeout for the addresses of these ranks. Fails once `given_up`
     /// is set, unless the backend is creating a connection at that moment.
     fn connect(
         &self,
         name: &str,
         seat: &Seat,
         timeout: Duration,
+        patient: bool,
         given_up: &GivenUp,
     ) -> Result<Arc<dyn Transport>>;
 

@@ -54,6 +54,7 @@ impl Transports for Connection {
         _name: &str,
         _seat: &Seat,
         _timeout: Duration,
+        _patient: bool,
         _given_up: &GivenUp,
     ) -> Result<Arc<dyn Transport>> {
         Ok(Arc::new(Self(Arc::clone(&self.0))))

@@ -125,13 +125,14 @@ pub mod ffi {
             cuda: &mut String,
         ) -> Status;
         /// Connects this rank with the ranks that connect under the same `name`. Stops waiting for
-        /// them once `given_up` is set.
+        /// their addresses once `given_up` is set, and after the timeout unless `patient`.
         fn connect(
             self: &TransportsHandle,
             backend: &str,
             name: &str,
             seat: &Seat,
             timeout_ms: i64,
+            patient: bool,
             given_up: Box<GivenUp>,
         ) -> Connected;
         /// Allocates memory of a CUDA device, or of the host if `device` is negative.
@@ -217,6 +218,7 @@ impl Transports for TorchTransports {
         name: &str,
         seat: &Seat,
         timeout: Duration,
+        patient: bool,
         given_up: &GivenUp,
     ) -> Result<Arc<dyn Transport>> {
         let (transports, Seat { rank, size, device }) = (there(&self.transports)?, *seat);
@@ -227,6 +229,7 @@ impl Transports for TorchTransports {
                 name,
                 &seat,
                 milliseconds(timeout),
+                patient,
                 Box::new(given_up.clone()),
             )
         };

@@ -372,7 +372,7 @@ impl<'a> InternodeJoin<'a> {
         let needed = given_up.clone();
         let make = move || {
             let seat = Seat { rank: node, size: internode, device: HOST };
-            let _ = done.send(making.connect(&name, &seat, left, &needed));
+            let _ = done.send(making.connect(&name, &seat, left, false, &needed));
         };
         thread::spawn("symm-rail", None, make).map_err(failed)?;
         let wait = || loop {

@@ -20,7 +20,7 @@ pub(super) const STORE_POLL: (Duration, Duration) =
     (Duration::from_millis(1), Duration::from_millis(50));
 /// Number of frames that may arrive before this rank has read the first.
 const DEPTH: usize = 8;
-/// Maximum time in which two ranks that have found each other connect.
+/// Maximum time in which two ranks connect once each has the address of the other.
 const LINK_CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Keys of this rank that stay in the store until this value is dropped. The owner drops it once

@@ -145,7 +145,8 @@ impl Links {
     }
 
     /// Connects this rank with `peer`, which makes a link of this `name` at the same time; `second`
-    /// is true on one of the two.
+    /// is true on one of the two. Waits for the address of `peer` until the link is closed, and for
+    /// the connection for at most `timeout`.
     pub(super) fn make(
         &self,
         peer: Rank,
@@ -154,7 +155,10 @@ impl Links {
         timeout: Duration,
     ) -> Result<()> {
         let seat = Seat { rank: usize::from(second), size: 2, device: HOST };
-        let transport = self.transports.connect(name, &seat, timeout, &self.link(peer).closed)?;
+        // The peer may be stopped before it publishes its address. The deadline of a message then
+        // closes the link.
+        let closed = &self.link(peer).closed;
+        let transport = self.transports.connect(name, &seat, timeout, true, closed)?;
         self.on_open(peer, |link| {
             (link.transport, link.other) = (Some(transport), usize::from(!second));
             Ok(())

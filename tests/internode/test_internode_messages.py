@@ -112,6 +112,27 @@ def test_a_peer_that_was_stopped_goes_on(rank: int) -> None:
     os.waitpid(child, 0)
 
 
+@on_nodes(1, 1)
+def test_a_peer_that_publishes_its_address_late_is_awaited_until_the_deadline(rank: int) -> None:
+    make = _backends.make
+
+    def late(kind: str, name: str, store: Any, place: int, size: int, timeout: timedelta, device: int) -> Any:
+        if "symm-pair/" in name:
+            timeout = timedelta(seconds=5)
+            if rank == 1:
+                time.sleep(8)
+        return make(kind, name, store, place, size, timeout, device)
+
+    got = torch.zeros(10)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_backends, "make", late)
+        if rank == 0:
+            dist.send(torch.ones(10), 1)
+        else:
+            dist.recv(got, 0)
+            assert bool((got == 1).all())
+
+
 @on_nodes(1, 2, expect_killed=[2])
 def test_a_new_group_over_the_same_store_reads_nothing_of_the_old_one(rank: int, world_size: int) -> None:
     """Survivors of a killed rank make the default group again over the same store."""

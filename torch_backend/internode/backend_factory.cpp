@@ -27,8 +27,8 @@ class MeetingStore final : public ::c10d::PrefixStore {
  public:
   MeetingStore(
       const std::string& prefix, c10::intrusive_ptr<::c10d::Store> store,
-      std::function<bool()> given_up)
-      : PrefixStore(prefix, std::move(store)), given_up_(std::move(given_up)) {}
+      std::function<bool()> given_up, bool patient)
+      : PrefixStore(prefix, std::move(store)), given_up_(std::move(given_up)), patient_(patient) {}
 
   std::vector<uint8_t> get(const std::string& key) override {
     wait({key});
@@ -54,7 +54,7 @@ class MeetingStore final : public ::c10d::PrefixStore {
             DistStoreError,
             c10::str("the group ended before a peer had said ", joinKey(keys.front())));
       }
-      if (std::chrono::steady_clock::now() > due) {
+      if (!patient_ && std::chrono::steady_clock::now() > due) {
         C10_THROW_ERROR(
             DistStoreError,
             c10::str(
@@ -66,6 +66,7 @@ class MeetingStore final : public ::c10d::PrefixStore {
 
  private:
   const std::function<bool()> given_up_;
+  const bool patient_;
 };
 
 } // namespace
@@ -93,8 +94,9 @@ Status backend_failure() noexcept {
 c10::intrusive_ptr<::c10d::Store> meeting_store(
     const std::string& name,
     c10::intrusive_ptr<::c10d::Store> store,
-    std::function<bool()> given_up) {
-  return c10::make_intrusive<MeetingStore>(name, std::move(store), std::move(given_up));
+    std::function<bool()> given_up,
+    bool patient) {
+  return c10::make_intrusive<MeetingStore>(name, std::move(store), std::move(given_up), patient);
 }
 
 } // namespace symm

@@ -58,10 +58,12 @@ Status attempted(Body&& body) noexcept {
 }
 
 // Returns the part `name` of `store` through which the ranks of a backend connect. Waiting in it
-// fails once `given_up`, which is called from time to time, returns true.
+// fails once `given_up`, which is called from time to time, returns true. If `patient`, it never
+// times out.
 c10::intrusive_ptr<::c10d::Store> meeting_store(
     const std::string& name,
     c10::intrusive_ptr<::c10d::Store> store,
-    std::function<bool()> given_up);
+    std::function<bool()> given_up,
+    bool patient = false);
 
 } // namespace symm

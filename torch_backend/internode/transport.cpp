@@ -229,6 +229,7 @@ Connected Transports::connect(
     rust::Str name,
     const Seat& seat,
     int64_t timeout_ms,
+    bool patient,
     rust::Box<GivenUp> given_up) const noexcept {
   Connected connected;
   connected.status = attempted([&] {
@@ -237,7 +238,7 @@ Connected Transports::connect(
     auto made = backend_factories().make(
         std::string(backend),
         group_ + "/" + called,
-        meeting_store(called, store_, [flag] { return (*flag)->is_set(); }),
+        meeting_store(called, store_, [flag] { return (*flag)->is_set(); }, patient),
         static_cast<int>(seat.rank),
         static_cast<int>(seat.size),
         std::chrono::milliseconds(timeout_ms),

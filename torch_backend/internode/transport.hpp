@@ -22,7 +22,7 @@ class Transports final : public TransportsHandle {
 
   Status find(rust::Str named, rust::String& cpu, rust::String& cuda) const noexcept override;
   Connected connect(
-      rust::Str backend, rust::Str name, const Seat& seat, int64_t timeout_ms,
+      rust::Str backend, rust::Str name, const Seat& seat, int64_t timeout_ms, bool patient,
       rust::Box<GivenUp> given_up) const noexcept override;
   Allocated allocate(int32_t device, size_t bytes) const noexcept override;
 

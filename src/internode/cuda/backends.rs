@@ -79,7 +79,7 @@ impl Connections {
             return Ok(());
         }
         lock(&self.made).insert(scope, None);
-        let transport = self.transports.connect(name, seat, timeout, &self.aborted)?;
+        let transport = self.transports.connect(name, seat, timeout, false, &self.aborted)?;
         lock(&self.made).insert(scope, Some(transport));
         let transport = self.made(scope)?;
         // The first collective connects the backend, which must not happen within a graph.

@@ -94,6 +94,7 @@ impl<T: Transport + Clone + 'static> Transports for Alike<T> {
         _name: &str,
         _seat: &Seat,
         _timeout: Duration,
+        _patient: bool,
         _given_up: &GivenUp,
     ) -> Result<Arc<dyn Transport>> {
         Ok(Arc::new(self.0.clone()))
@@ -119,6 +120,7 @@ impl Transports for ThreadTransports {
         name: &str,
         seat: &Seat,
         _timeout: Duration,
+        _patient: bool,
         _given_up: &GivenUp,
     ) -> Result<Arc<dyn Transport>> {
         let pair = name

@@ -66,6 +66,7 @@ impl Transports for ThreadMemory {
         _name: &str,
         _seat: &Seat,
         _timeout: Duration,
+        _patient: bool,
         _given_up: &GivenUp,
     ) -> Result<Arc<dyn Transport>> {
         Err(Error::internal("the rails of a test are connected"))
