@@ -41,7 +41,13 @@ fn run_stream(
 }
 
 /// Runs `call` on rank `me` as launch `number` of that rank.
-fn run(host: &Host, me: usize, number: u64, call: &CallSpec<'_>, direct: Option<&[DirectPeer]>) {
+pub(crate) fn run(
+    host: &Host,
+    me: usize,
+    number: u64,
+    call: &CallSpec<'_>,
+    direct: Option<&[DirectPeer]>,
+) {
     call.validate(Rank(me as u32), host.n).expect("a valid call");
     assert!(copy_engine::serves(call, host.n), "{:?}", call.op);
     let context = host.context(me, number, Some(call));
@@ -76,7 +82,7 @@ fn staged(host: Host, cases: &[Case]) {
 
 /// A group whose copies move 256 bytes at a time, so that long messages take several rounds of
 /// slots.
-fn host(n: usize) -> Host {
+pub(crate) fn host(n: usize) -> Host {
     let tuning = CudaThresholds {
         copy_chunk_bytes: 256,
         lanes: 3,

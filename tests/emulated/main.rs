@@ -26,6 +26,7 @@ mod program;
 mod collectives;
 mod copy_engine;
 mod cube_mesh;
+mod late_ranks;
 mod norms;
 mod programs;
 mod reduce_units;

@@ -311,8 +311,6 @@ pub struct CopySyncArgs {
 pub struct CopySumArgs {
     /// Arguments that every kernel has.
     pub common: CommonArgs,
-    /// Offset of the `CopyWords` in the channel.
-    pub words: u64,
     /// Address of each rank's bytes.
     pub from: PerRank,
     /// The sum.
@@ -411,6 +409,6 @@ const _: () = {
     assert!(size_of::<RsagStagedArgs>() == 440);
     assert!(size_of::<CubeMeshArgs>() == 240);
     assert!(size_of::<NormArgs>() == 264);
-    assert!(size_of::<CopySyncArgs>() == 192 && size_of::<CopySumArgs>() == 312);
+    assert!(size_of::<CopySyncArgs>() == 192 && size_of::<CopySumArgs>() == 304);
     assert!(size_of::<SignalArgs>() == 8 * MAX_PEERS + 40);
 };

@@ -360,8 +360,8 @@ impl<'a> CopyTasks<'a> {
         if to.bytes == 0 {
             return;
         }
-        let (common, words) = (self.context.common, self.context.layout.copy_words() as u64);
-        let args = CopySumArgs { common, words, from, to: to.addr as u64, bytes: to.bytes as u64 };
+        let common = self.context.common;
+        let args = CopySumArgs { common, from, to: to.addr as u64, bytes: to.bytes as u64 };
         let blocks = (to.bytes.div_ceil(UNIT * THREADS as usize) as u32)
             .min(self.tuning.lanes.min(self.tuning.ctas) as u32);
         let launch = Launch {

@@ -41,10 +41,14 @@ const MAX_STAGE_BYTES: usize = 24 << 10;
 const SENTINEL_BYTES: usize = 17 << 20;
 /// Size of `CopyWords` in `copy_words.cuh`.
 #[cfg(test)]
-const COPY_WORDS_BYTES: usize = 136;
+const COPY_WORDS_BYTES: usize = 132;
 /// Size of a lane's words; `Lane` in `staging.cuh`.
 const LANE_WORDS: usize = 4 * MAX_RANKS * 4;
 const LL_EPOCHS: usize = 0;
+/// Offset in a channel of the word that is not 0 once a kernel has timed out; `FAILED` in
+/// `wait.cuh`. Only kernels use it.
+#[cfg(test)]
+const FAILED: usize = 768;
 const SENTINEL_EPOCHS: usize = 1024;
 const COPY_WORDS: usize = 1536;
 const HANDSHAKE_EPOCHS: usize = 2048;
@@ -331,6 +335,7 @@ mod tests {
                 let ll = layout.ll_blocks() * 2 * ranks * LL_UNITS * LINES;
                 let areas = [
                     (layout.ll_epochs(), 4 * layout.ll_blocks()),
+                    (FAILED, 4),
                     (layout.sentinel_epochs(), 4 * SENTINEL_BLOCKS),
                     (layout.copy_words(), COPY_WORDS_BYTES),
                     (layout.handshake_epochs(), 4 * layout.handshake_blocks()),

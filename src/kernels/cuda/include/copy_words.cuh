@@ -12,8 +12,6 @@ struct CopyWords {
   u32 credit[MAX_WORLD];
   // Number of steps of all earlier calls.
   u32 base;
-  // Not 0 once a wait has timed out: nothing more is stored to tensors.
-  u32 failed;
 };
 // COPY_WORDS_BYTES in src/coll/cuda/workspace/layout.rs is the same.
-static_assert(sizeof(CopyWords) == 136, "");
+static_assert(sizeof(CopyWords) == 132, "");

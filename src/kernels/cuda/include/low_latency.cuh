@@ -121,9 +121,12 @@ struct LowLatencySession {
     return units <= first ? 0 : (u32)smaller(units - first, (u64)place.units);
   }
 
-  // Sends a unit, with the epoch as its flag, to rank `to`.
+  // Sends a unit, with the epoch as its flag, to rank `to`, unless this thread's wait is over: the
+  // unit may have been computed from units that never arrived.
   DEVICE void send(u32 to, u32 unit, Unit v) const {
-    store_lines((Line*)(common.peer[to] + base + RANK * stride + (u64)unit * 32), v, epoch);
+    if (!wait.over) {
+      store_lines((Line*)(common.peer[to] + base + RANK * stride + (u64)unit * 32), v, epoch);
+    }
   }
 
   // Sends each peer r the units of its message that this block carries, `units[r]` units, at most

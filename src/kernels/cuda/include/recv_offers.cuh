@@ -97,9 +97,9 @@ struct OffersToSender : OfferedLane {
   // Returns these ranks.
   DEVICE u32 put_rest(SendSession& session, u32 to, u32 step, const u32 (&chunk)[WORLD]) {
     // step 1: agree within the block on the offers that were seen; flag 0 would match cleared
-    // memory
+    // memory. After a timeout the flag may match the offer of an earlier message.
     u32 found = 0;
-    const bool seen = flag != 0 && have_arrived(a, b, flag);
+    const bool seen = !session.wait.over && flag != 0 && have_arrived(a, b, flag);
     if (seen) {
       fence_system();
     }
@@ -169,7 +169,7 @@ struct OffersOfReceiver : OfferedLane {
   // flag and could be stored to this message's destination.
   DEVICE void make(const ReceiveSession& session, const u32 (&chunk)[WORLD]) {
     const u32 r = thread();
-    made = r < WORLD && (handshake.take >> r & 1) &&
+    made = !session.wait.over && r < WORLD && (handshake.take >> r & 1) &&
            session.start(0, session.of_thread(chunk)) < bytes[r];
     if (made) {
       store_relaxed(&between(RANK, r)->placed, {0, 0});

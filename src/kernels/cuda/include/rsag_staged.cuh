@@ -62,9 +62,10 @@ struct Destinations {
 
 // Role 1: computes the result of this rank's piece from the chunks of `sources` and sends it to
 // `targets` and to `args.to`. `make(slot, unit, offset)` returns the result of the unit at `offset`
-// of the message, given the slots of the scatter stage.
+// of the message, given the slots of the scatter stage. Returns false, to the whole block, if a
+// thread timed out; then the results of some chunks were neither computed nor sent.
 template <bool PLACED, typename Make>
-DEVICE void gather_to(
+DEVICE bool gather_to(
     const RsagStagedArgs& args, u32 lane, u32 sources, u32 targets,
     const Destinations& destinations, Make make) {
   // step 1: find this rank's piece, start where the last call ended
@@ -78,6 +79,7 @@ DEVICE void gather_to(
   out.begin();
   const u32 chunk = args.scatter.chunk_bytes;
   const u32 steps = in.chunks(bytes, chunk);
+  bool all = true;
   // step 2: repeat steps 3 to 6 for every chunk of the piece
   for (u32 step = 0; step < steps; ++step) {
     const u32 units = (u32)units_of(in.length(bytes, step, chunk));
@@ -96,8 +98,11 @@ DEVICE void gather_to(
         out.await_credit(r);
       }
     });
-    // step 4: wait for the chunk of every source
-    in.receive(sources);
+    // step 4: wait for the chunk of every source; end if a thread timed out here or in step 3
+    all = in.receive(sources, !out.wait.over);
+    if (!all) {
+      break;
+    }
     // step 5: compute each result, store it at every target and here
     for (u32 i = thread(); i < units; i += threads()) {
       const u64 offset = first + (u64)i * 16;
@@ -125,6 +130,7 @@ DEVICE void gather_to(
   // step 7: save the counts for the next call
   in.end();
   out.end();
+  return all;
 }
 
 // Role 1 without a handshake: every result uses slots.
@@ -156,8 +162,11 @@ DEVICE void gather_zero_copy(
     destinations.at[r] = session.tensor(r, words[r].first);
     destinations.ranks |= words[r].first != 0 ? targets & 1u << r : 0;
   });
-  // step 3: compute the results and send them
-  gather_to<true>(args, lane, sources, targets, destinations, make);
+  // step 3: compute the results and send them. A block that timed out does not end the handshake,
+  // so no partner takes missing results for valid ones.
+  if (!gather_to<true>(args, lane, sources, targets, destinations, make)) {
+    return;
+  }
   if (destinations.ranks != 0 || handshake.take != 0) {
     session.count_direct(lane == 0);
   }

@@ -72,9 +72,13 @@ struct SentinelSession {
     }
   }
 
-  // Sends a unit without words of all ones (`scrub`) to rank `to`.
+  // Sends a unit without words of all ones (`scrub`) to rank `to`, unless this thread's wait is
+  // over: the unit may have been computed from units that never arrived, and after a timeout the
+  // slot may have a unit that `to` has not read.
   DEVICE void send(u32 stage, u32 to, u32 unit, Unit v) const {
-    store_relaxed(slot(to, stage, RANK, unit), v);
+    if (!wait.over) {
+      store_relaxed(slot(to, stage, RANK, unit), v);
+    }
   }
 
   // Waits for `unit` of every rank in `sources` (a bit each), loads it into `v` and marks its slot

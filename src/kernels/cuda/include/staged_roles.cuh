@@ -74,9 +74,11 @@ DEVICE void send_pieces(
     start[RANK] = own.start(session, step);
     offers.look(session, to, step);
     // step 2b: write the units to the slots, whose addresses are recomputed because registers are
-    // scarce
+    // scarce. A thread that timed out writes none: a slot may have a chunk that its peer has not
+    // read.
+    const u32 first = session.wait.over ? longest : thread();
     if (out.same) {
-      for (u32 i = thread(); i < longest; i += threads() * ALONE_AT_ONCE) {
+      for (u32 i = first; i < longest; i += threads() * ALONE_AT_ONCE) {
         Unit v[ALONE_AT_ONCE];
         for_each_unit(i, longest, threads(), [&](u32 u, u32 at) {
           const u64 offset = ChunkOf::offset(start[(RANK + 1) % WORLD], at);
@@ -94,7 +96,7 @@ DEVICE void send_pieces(
           const u64 offset = ChunkOf::offset(start[r], at);
           return load_unit(out.from[r] + offset, out.bytes[r] - offset);
         };
-        move_units(thread(), units[r], threads(), load, [&](u32 at, Unit v) {
+        move_units(first, units[r], threads(), load, [&](u32 at, Unit v) {
           session.slot(r)[at] = lift(v);
         });
       });
@@ -102,7 +104,7 @@ DEVICE void send_pieces(
       // With many peers, which need registers, the rank's own unit is loaded only when it is
       // stored.
       constexpr bool LOAD_EARLY = AT_ONCE > 1;
-      for (u32 i = thread(); i < longest; i += threads() * AT_ONCE) {
+      for (u32 i = first; i < longest; i += threads() * AT_ONCE) {
         Unit v[AT_ONCE][WORLD];
 #pragma unroll
         for (u32 u = 0; u < AT_ONCE; ++u) {
@@ -131,9 +133,11 @@ DEVICE void send_pieces(
         }
       }
     }
-    // step 2c: notify the peers that the chunk has arrived
+    // step 2c: notify the peers that the chunk has arrived, unless a thread timed out
     if (peers != 0) {
-      sync_block();
+      if (!sync_block_and(!session.wait.over)) {
+        break;
+      }
       session.send(peers);
     }
     // step 2d: if offers were seen, store the rest of their messages directly
@@ -190,7 +194,9 @@ DEVICE void receive_pieces(
     start[RANK] = 0;
     slot[RANK] = nullptr;
     // step 2a: wait until every peer's chunk has arrived, and read it
-    session.receive(peers);
+    if (!session.receive(peers)) {
+      break;
+    }
     const u32 placed = offers.in_place(session, peers);
     if (placed != 0) {
       for_each_peer([&](u32 r) {

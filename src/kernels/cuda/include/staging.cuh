@@ -11,6 +11,9 @@
 // Both words count chunks since the group was created, and so do `sent` and `taken`, the two ends'
 // copies in device memory: a replayed graph continues where the last call ended. Each word has one
 // writer.
+//
+// A block with a thread that timed out ends without step 2 or 4 of the chunk. Whether one did is
+// decided by a vote, in a barrier that these steps need anyway.
 #pragma once
 #include "units.cuh"
 #include "wait.cuh"
@@ -131,9 +134,8 @@ struct Stage {
 //   SendSession session(args.common, args.staging, lane);
 //   session.begin();
 //   session.await_credit(r);
-//   session.slot(r)[thread()] = mine;
-//   sync_block();
-//   session.send(1u << r);
+//   if (!session.wait.over) session.slot(r)[thread()] = mine;
+//   if (sync_block_and(!session.wait.over)) session.send(1u << r);
 //   session.end();
 struct SendSession : Stage {
   // Counts of the chunks sent to each rank, and of the chunks that the rank has read, as this
@@ -154,8 +156,9 @@ struct SendSession : Stage {
   // Returns the slot at `peer` for the next chunk that this rank sends to it.
   DEVICE Unit* slot(u32 peer) const { return slot_of(peer, RANK, sent[peer]); }
 
-  // Returns once `peer` has read the previous chunk of `slot(peer)`. Every thread waits
-  // independently.
+  // Returns once `peer` has read the previous chunk of `slot(peer)`, or once the wait is over. In
+  // that case the thread must not write to the slot, which may have an unread chunk. Every thread
+  // waits independently.
   DEVICE void await_credit(u32 peer) {
     while ((int)(sent[peer] - credit[peer]) >= (int)SLOTS) {
       credit[peer] = load_relaxed(&words(RANK)->credit[peer]);
@@ -165,8 +168,8 @@ struct SendSession : Stage {
     }
   }
 
-  // Notifies the ranks in `peers` that the block's writes to their slots have arrived. A sync_block
-  // must precede it.
+  // Notifies the ranks in `peers` that the block's writes to their slots have arrived. A vote that
+  // no thread's wait is over must precede it.
   DEVICE void send(u32 peers) {
     const u32 r = thread();
     if (r < WORLD) {
@@ -187,10 +190,11 @@ struct SendSession : Stage {
 // sender has written it. For example, to receive one chunk from rank r:
 //   ReceiveSession session(args.common, args.staging, lane);
 //   session.begin();
-//   session.receive(1u << r);
-//   theirs = session.slot(r)[thread()];
-//   sync_block();
-//   session.release(1u << r);
+//   if (session.receive(1u << r)) {
+//     theirs = session.slot(r)[thread()];
+//     sync_block();
+//     session.release(1u << r);
+//   }
 //   session.end();
 struct ReceiveSession : Stage {
   // Counts of the chunks read from each rank.
@@ -206,8 +210,10 @@ struct ReceiveSession : Stage {
   // Returns the local slot of the next chunk of rank `source`.
   DEVICE const Unit* slot(u32 source) const { return slot_of(RANK, source, taken[source]); }
 
-  // Returns, to the whole block, once the next chunk of every rank in `sources` has arrived.
-  DEVICE void receive(u32 sources) {
+  // Returns true, to the whole block, once the next chunk of every rank in `sources` has arrived.
+  // Returns false if a thread's wait is over, or if `well` is false for a thread: then the slots
+  // must not be read.
+  DEVICE bool receive(u32 sources, bool well = true) {
     const u32 r = thread();
     if (r < WORLD) {
       const u32 mine = of_thread(taken);
@@ -216,7 +222,7 @@ struct ReceiveSession : Stage {
              wait.look_again(1u << r)) {
       }
     }
-    sync_block();
+    return sync_block_and(well && !wait.over);
   }
 
   // Gives the ranks in `sources` a credit for the slots that have been read. A sync_block must

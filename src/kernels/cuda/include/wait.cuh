@@ -34,6 +34,10 @@ struct Common {
 // src/coll/cuda/arguments.rs declares the same layouts, and checks the same sizes.
 static_assert(sizeof(Common) == 160 && sizeof(Report) == 112, "");
 
+// Offset in a channel of the word that is not 0 once a kernel of this rank has timed out on the
+// channel; `FAILED` in src/coll/cuda/workspace/layout.rs is the same.
+#define FAILED 768u
+
 // Number of polls, each 0.3 to 0.7 µs, between two checks of the clock and the host's words. The
 // checks of a whole kernel take 0.3 ms, because they cross the host's bus one by one. Peers wait
 // for a kernel that its checks delay; if those waits led to checks as well, the kernels would keep
@@ -42,19 +46,26 @@ static_assert(sizeof(Common) == 160 && sizeof(Report) == 112, "");
 
 // One thread's wait: when its clock started, its polls, and whether it has timed out. It exists so
 // that every waiting loop of a kernel is bounded.
+//
+// A thread whose wait is over sends nothing, because a peer that arrives later would take it for
+// valid data. The waits of all later kernels of the channel are over from the start: their counts
+// and slots no longer match those of the peers.
 struct Wait {
   const Common& common;
   u64 since = 0;
   u32 turns = 0;
-  bool over = false;
+  bool over;
 
-  DEVICE explicit Wait(const Common& common) : common(common) {}
+  DEVICE explicit Wait(const Common& common)
+      : common(common), over(load_relaxed(failed(common)) != 0) {}
 
-  // Starts another wait with the full timeout.
+  // Returns the word that is not 0 once a kernel of this rank has timed out on this channel.
+  DEVICE static u32* failed(const Common& common) { return (u32*)(common.peer[RANK] + FAILED); }
+
+  // Starts another wait with the full timeout, unless this one is over.
   DEVICE void restart() {
     since = 0;
     turns = 0;
-    over = false;
   }
 
   // Returns true if the thread should poll again for data that the ranks in `missing` (a bit each)
@@ -79,22 +90,24 @@ struct Wait {
     }
     // step 2: time out, and report the missing ranks unless the group has already failed
     over = true;
-    Report* report = common.report;
-    if (stopped) {
-      return false;
-    }
-    // Not for_each_rank, which unrolls: this loop runs at most once, and unrolling it cost every
-    // kernel 2 to 6 registers.
-    for (u32 r = 0; r < WORLD; ++r) {
-      if (missing >> r & 1) {
-        store_relaxed(&report->missing[r], 1u);
+    if (!stopped) {
+      Report* report = common.report;
+      // Not for_each_rank, which unrolls: this loop runs at most once, and unrolling it cost every
+      // kernel 2 to 6 registers.
+      for (u32 r = 0; r < WORLD; ++r) {
+        if (missing >> r & 1) {
+          store_relaxed(&report->missing[r], 1u);
+        }
       }
+      store_relaxed(&report->call_low, (u32)common.call);
+      store_relaxed(&report->call_high, (u32)(common.call >> 32));
+      store_relaxed(&report->waited_ms, (u32)(waited / 1000000));
+      fence_system();
+      store_relaxed(&report->failed, 1u);
     }
-    store_relaxed(&report->call_low, (u32)common.call);
-    store_relaxed(&report->call_high, (u32)(common.call >> 32));
-    store_relaxed(&report->waited_ms, (u32)(waited / 1000000));
+    // step 3: end the waits of later kernels, after the report: none of them may end without one
     fence_system();
-    store_relaxed(&report->failed, 1u);
+    store_relaxed(failed(common), 1u);
     return false;
   }
 };
