@@ -326,7 +326,7 @@ impl Communicator {
         let channel = Channel::of(capture.is_some(), queues != [StreamQueue::Collectives]);
         // Calls of one queue run one after another on the device, whichever streams they use.
         for &queue in queues {
-            let before = state.order.next(queue, stream, capture);
+            let before = state.order.next(queue, stream, capture, Stream::capture)?;
             let behind = &state.behind[stream_order::slot(queue, capture)];
             if let Dependency::EventOf(last) = before {
                 behind.record(last)?;
@@ -387,11 +387,9 @@ impl Communicator {
         let Ok(_entered) = self.device.enter() else { return };
         let events = {
             let state = lock(&self.state);
-            // In a stream under capture, recording an event would add to the caller's graph.
-            let captured = |last: &LastLaunch| last.stream.capture().ok().flatten().is_some();
             if state.closed
                 || state.recorded
-                || state.order.last().any(captured)
+                || state.order.last().any(is_captured)
                 || self.failure().is_none()
             {
                 return;
@@ -431,11 +429,18 @@ impl CommunicatorState {
     /// Returns events that complete when the enqueued work is done.
     fn ends(&self) -> Vec<Event> {
         // A stream under capture does not run the group's kernels.
+        let runs = |last: &&LastLaunch| last.capture.is_none() && !is_captured(last);
         let mark = |last: &LastLaunch| {
             Event::new().and_then(|event| event.record(last.stream).map(|()| event)).ok()
         };
-        self.order.last().filter(|last| last.capture.is_none()).filter_map(mark).collect()
+        self.order.last().filter(runs).filter_map(mark).collect()
     }
+}
+
+/// Returns true if a graph now records the stream of `last`. Recording an event in that stream
+/// would add to the caller's graph.
+fn is_captured(last: &LastLaunch) -> bool {
+    last.stream.capture().ok().flatten().is_some()
 }
 
 fn per_rank(addresses: &[u64]) -> PerRank {

@@ -1,5 +1,6 @@
 //! Stream order: which calls run one after another on the device, whichever streams they use. Pure.
 
+use crate::error::{Error, Result};
 use crate::kernels::cuda::driver::Stream;
 
 /// A class of calls that run one after another. Calls that are recorded into one graph are ordered
@@ -49,20 +50,35 @@ pub(super) enum Dependency {
 
 impl StreamOrder {
     /// Notes that the next call of `queue` uses `stream`, as part of `capture`; returns the work
-    /// for which that call has to wait.
+    /// for which that call has to wait. `recording` returns the capture that records a stream now.
+    ///
+    /// Fails, and notes nothing, if a graph now records the stream of the queue's last call, but
+    /// did not record that call. An event of that stream would draw `stream` into the graph, and
+    /// the call would be recorded instead of run.
     pub(super) fn next(
         &mut self,
         queue: StreamQueue,
         stream: Stream,
         capture: Option<u64>,
-    ) -> Dependency {
-        let last =
-            self.last[slot(queue, capture)].replace(LastLaunch { stream, capture, marked: false });
-        match last.filter(|last| last.stream != stream && last.capture == capture) {
+        recording: impl FnOnce(Stream) -> Result<Option<u64>>,
+    ) -> Result<Dependency> {
+        let last = &mut self.last[slot(queue, capture)];
+        let before = match last.filter(|last| last.stream != stream && last.capture == capture) {
             None => Dependency::Nothing,
             Some(LastLaunch { marked: true, .. }) => Dependency::Event,
-            Some(LastLaunch { stream, .. }) => Dependency::EventOf(stream),
-        }
+            Some(LastLaunch { stream, .. }) if recording(stream)? == capture => {
+                Dependency::EventOf(stream)
+            }
+            Some(_) => {
+                return Err(Error::value(
+                    "the group's previous call was on another stream, which a CUDA graph records \
+                     now, so this call cannot wait for it: before the capture, make the last call \
+                     on a stream that is not captured, or make this call after the capture",
+                ));
+            }
+        };
+        *last = Some(LastLaunch { stream, capture, marked: false });
+        Ok(before)
     }
 
     /// Notes that the queue's event has been recorded after its last call.
@@ -81,6 +97,7 @@ impl StreamOrder {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::ErrorKind;
     use proptest::prelude::*;
     use std::collections::BTreeSet;
 
@@ -136,7 +153,8 @@ mod tests {
             self.streams[stream].extend(before);
             let mut exact = self.streams[stream].clone();
             for &queue in queues {
-                let before = order.next(queue, Stream(stream), None);
+                let before =
+                    order.next(queue, Stream(stream), None, |_| Ok(None)).expect("no capture");
                 let queue = slot(queue, None);
                 if let Dependency::EventOf(Stream(last)) = before {
                     self.events[queue] = self.streams[last].clone();
@@ -184,12 +202,37 @@ mod tests {
 
     #[test]
     fn eager_calls_and_captures_do_not_wait_for_each_other() {
+        let mut order = StreamOrder::default();
+        let mut next = |stream, capture| {
+            let recording = |_| Ok(capture);
+            order
+                .next(StreamQueue::Collectives, Stream(stream), capture, recording)
+                .expect("in order")
+        };
+        assert_eq!(next(1, None), Dependency::Nothing);
+        assert_eq!(next(2, Some(7)), Dependency::Nothing);
+        assert_eq!(next(3, Some(7)), Dependency::EventOf(Stream(2)));
+        assert_eq!(next(2, Some(8)), Dependency::Nothing);
+        assert_eq!(next(2, None), Dependency::EventOf(Stream(1)));
+    }
+
+    #[test]
+    fn a_call_is_rejected_while_a_graph_records_the_stream_of_the_last_eager_call() {
+        const WARM: Stream = Stream(1);
         let (mut order, queue) = (StreamOrder::default(), StreamQueue::Collectives);
-        assert_eq!(order.next(queue, Stream(1), None), Dependency::Nothing);
-        assert_eq!(order.next(queue, Stream(2), Some(7)), Dependency::Nothing);
-        assert_eq!(order.next(queue, Stream(3), Some(7)), Dependency::EventOf(Stream(2)));
-        assert_eq!(order.next(queue, Stream(2), Some(8)), Dependency::Nothing);
-        assert_eq!(order.next(queue, Stream(2), None), Dependency::EventOf(Stream(1)));
+        // The capture, if any, that records the stream of the first call.
+        let mut next = |stream, capture, warm: Option<u64>| {
+            order.next(queue, stream, capture, |stream| Ok(warm.filter(|_| stream == WARM)))
+        };
+        assert_eq!(next(WARM, None, None), Ok(Dependency::Nothing));
+        assert_eq!(next(WARM, Some(7), Some(7)), Ok(Dependency::Nothing));
+        for _ in 0..2 {
+            let error = next(Stream(2), None, Some(7)).expect_err("captured");
+            assert_eq!(error.kind, ErrorKind::Value, "{error}");
+            assert!(error.message.contains("a CUDA graph records"), "{error}");
+        }
+        assert_eq!(next(Stream(2), None, None), Ok(Dependency::EventOf(WARM)), "after the capture");
+        assert_eq!(next(Stream(3), None, Some(8)), Ok(Dependency::EventOf(Stream(2))));
     }
 
     #[test]
