@@ -397,6 +397,7 @@ fn every_kernel(device: &Device) {
             }
         }
         eprintln!("{n} ranks: {served:?}");
-        assert!(served.len() >= 11, "{n} ranks: {served:?}");
+        // Two ranks know all lengths of an exchange, so theirs is never mixed.
+        assert!(served.len() >= if n == 2 { 10 } else { 11 }, "{n} ranks: {served:?}");
     }
 }
