@@ -211,7 +211,7 @@ def absent(rank: int, world: int, count: int, collective: str) -> tuple[str, flo
             "all_to_all": lambda: dist.all_to_all_single(torch.ones_like(tensor), tensor),
             "all_reduce_add_rms_norm": lambda: rms_norm(tensor[:count].view(4, -1)),
         }
-        error, seconds = failure_of(bodies[collective], TIMEOUT_S + 2)
+        error, seconds = failure_of(bodies[collective], TIMEOUT_S + 10)
         assert isinstance(error, dist.DistBackendError), repr(error)
         found = f"{type(error).__name__}: {error}", seconds
     meet("all failed", rank, world)
@@ -233,7 +233,8 @@ def test_a_rank_that_never_calls_is_named(pool: Pool, collective: str, count: in
         if rank != 1:
             message, seconds = found
             assert message.startswith("SymmTimeoutError") and "rank 1" in message, message
-            assert TIMEOUT_S - 0.5 < seconds < TIMEOUT_S + 2, seconds
+            # A kernel may first be compiled, and ranks may share a GPU.
+            assert TIMEOUT_S - 0.5 < seconds < TIMEOUT_S + 10, seconds
 
 
 def killed(rank: int, world: int, count: int) -> tuple[str, float] | None:
