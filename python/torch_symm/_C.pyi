@@ -100,10 +100,11 @@ class ProcessGroupSymm(Backend):
 class _GlooSubstitute(ProcessGroupSymm):
     """Replaces a group of Gloo; for Python, it is also an instance of ``ProcessGroupGloo``.
 
-    ``cuda``: whether a group of Gloo accompanies it, for CUDA tensors.
+    ``gloo_store``: where Gloo's ranks meet; Gloo leaves keys in it, so no other group may use it. ``cuda``: whether a
+    group of Gloo accompanies it, for CUDA tensors.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, options: Options, cuda: bool) -> None: ...
+    def __init__(self, store: Store, gloo_store: Store, rank: int, size: int, options: Options, cuda: bool) -> None: ...
 
 class _GlooValueError(ValueError, RuntimeError): ...
 class _GlooTypeError(TypeError, RuntimeError): ...

@@ -7,6 +7,7 @@ group. A group that symm rejects, such as one on several nodes without an inter-
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -59,13 +60,16 @@ def create(options: Any, group_options: Any) -> Backend:
     meeting = PrefixStore(f"symm/replaces/{_restarts()}", options.store)
     rank = int(options.group_rank)
     exchange = _Exchange(meeting, rank, int(options.group_size), _seconds(options.timeout))
-    able = exchange.of("able", _able(options))
+    words = [word.partition(" ") for word in exchange.of("able", f"{secrets.token_hex(8)} {_able(options)}")]
+    able = [word for _, _, word in words]
     if reason := _first(able, _UNABLE):
         return _gloo(options, reason)
-    return _join(options, group_options, exchange, cuda=_CUDA in able)
+    # The same ranks may meet again in this store, in which Gloo leaves its keys.
+    gloo_store = PrefixStore(f"gloo {words[0][0]}", exchange.store)
+    return _join(options, group_options, exchange, gloo_store, cuda=_CUDA in able)
 
 
-def _join(options: Any, group_options: Any, exchange: _Exchange, *, cuda: bool) -> Backend:
+def _join(options: Any, group_options: Any, exchange: _Exchange, gloo_store: Store, *, cuda: bool) -> Backend:
     from torch import distributed as dist
     from torch._C._distributed_c10d import PrefixStore
 
@@ -80,7 +84,7 @@ def _join(options: Any, group_options: Any, exchange: _Exchange, *, cuda: bool) 
     own._timeout = min(timeout, exchange.left())
     try:
         store = PrefixStore("symm", exchange.store)
-        group = native._GlooSubstitute(store, exchange.rank, exchange.size, own, cuda)
+        group = native._GlooSubstitute(store, gloo_store, exchange.rank, exchange.size, own, cuda)
         group._set_default_timeout(timeout)
         mine = _JOINED
     except native.SymmConfigError as error:

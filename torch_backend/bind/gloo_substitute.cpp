@@ -64,8 +64,11 @@ void bind_gloo_substitute(py::module_& module) {
     }
   }
   replacing.def(
-      py::init<const Holder<::c10d::Store>&, int, int, Holder<ProcessGroupSymm::Options>, bool>(),
+      py::init<
+          const Holder<::c10d::Store>&, const Holder<::c10d::Store>&, int, int,
+          Holder<ProcessGroupSymm::Options>, bool>(),
       py::arg("store"),
+      py::arg("gloo_store"),
       py::arg("rank"),
       py::arg("size"),
       py::arg("options"),

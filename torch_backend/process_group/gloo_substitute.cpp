@@ -28,11 +28,14 @@ bool several(const ProcessGroupSymm::Tensors& tensors) {
 
 GlooSubstitute::GlooSubstitute(
     const c10::intrusive_ptr<::c10d::Store>& store,
+    c10::intrusive_ptr<::c10d::Store> gloo_store,
     int rank,
     int size,
     c10::intrusive_ptr<Options> options,
     bool cuda)
-    : ProcessGroupSymm(store, rank, size, std::move(options)), gloo_store_(store), cuda_(cuda) {
+    : ProcessGroupSymm(store, rank, size, std::move(options)),
+      gloo_store_(std::move(gloo_store)),
+      cuda_(cuda) {
   if (cuda) {
     gloo();
   }
@@ -53,7 +56,7 @@ c10::intrusive_ptr<ProcessGroupSymm> GlooSubstitute::joined(
     int rank,
     int size,
     c10::intrusive_ptr<Options> options) const {
-  return c10::make_intrusive<GlooSubstitute>(store, rank, size, std::move(options), cuda_);
+  return c10::make_intrusive<GlooSubstitute>(store, store, rank, size, std::move(options), cuda_);
 }
 
 BackendPtr GlooSubstitute::gloo() {

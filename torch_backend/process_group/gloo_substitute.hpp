@@ -12,9 +12,10 @@ namespace symm {
 class GlooSubstitute final : public ProcessGroupSymm {
  public:
   // Joins like a group of symm. If `cuda`, which is the same on all ranks, is true, this also joins
-  // a Gloo backend.
+  // a Gloo backend. Gloo meets in `gloo_store` and leaves keys in it, so no other group may use it.
   GlooSubstitute(
       const c10::intrusive_ptr<::c10d::Store>& store,
+      c10::intrusive_ptr<::c10d::Store> gloo_store,
       int rank,
       int size,
       c10::intrusive_ptr<Options> options,
