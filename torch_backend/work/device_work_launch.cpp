@@ -37,12 +37,18 @@ void DeviceWork::launch_batch() {
     const c10::DeviceGuard guard(device());
     origin_ = streams_->current();
     stream_ = background_ ? streams_->own_after(own_stream(), *origin_) : *origin_;
+    bool several = false;
     for (const auto& maker : makers_) {
       if (maker != *origin_) {
         streams_->order(maker, *stream_);
+        several = true;
       }
     }
     enqueue();
+    if (several) {
+      // The memory of a copy returns to the stream on which its call was made.
+      keep_tensors();
+    }
     if (background_) {
       // Copies into results that are not contiguous must precede the event at the end, too.
       const c10::StreamGuard beside(*stream_);
