@@ -19,6 +19,8 @@ pub(super) const INTERNODE_POLL: Duration = Duration::from_millis(20);
 /// Maximum time that a leaving rank waits until peers have read all its frames, and again until the
 /// connections have ended.
 const LINK_CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
+/// The same for acknowledgements, if threads wait for messages, which end only after that.
+const FLUSH_GRACE: Duration = Duration::from_millis(50);
 
 /// The ranks of other nodes, and how messages reach them.
 pub struct InternodeLinks {
@@ -133,8 +135,11 @@ impl Messages {
     /// Prepares that this rank leaves: writes the acknowledgements for ranks of its node and
     /// notifies ranks of other nodes. Returns once they have read all its frames, or after `limit`.
     pub fn say_goodbye(&self, limit: Duration) {
-        let deadline = Instant::now() + limit.min(LINK_CLOSE_TIMEOUT);
-        self.flush_acknowledgements(deadline);
+        let now = Instant::now();
+        let deadline = now + limit.min(LINK_CLOSE_TIMEOUT);
+        // Threads that wait for messages must soon be released.
+        let waited_for = !self.lock().open.is_empty();
+        self.flush_acknowledgements(if waited_for { now + FLUSH_GRACE } else { deadline });
         let Some(far) = self.internode.get().filter(|_| self.health.error().is_none()) else {
             return;
         };
