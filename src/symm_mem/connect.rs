@@ -50,7 +50,7 @@ impl Heap {
         loop {
             match self.try_connect(peer, failed) {
                 Err((_, Some(Errno::AGAIN | Errno::INTR | Errno::PIPE | Errno::CONNRESET)))
-                    if Instant::now() < deadline =>
+                    if Instant::now() < deadline && !failed() =>
                 {
                     std::thread::sleep(CONNECT_RETRY);
                 }
