@@ -21,7 +21,9 @@ from torch_symm.tools.tune import profile
 
 #: Options that take a duration or another positive number, and options that take a count; `ODD` has invalid values.
 SECONDS = ("top --interval", "check --seconds", "tune --seconds", "bench --limit", "bench -f")
-COUNTS = ("topo --ranks", "tune --ranks", "tune --redistribution", "doctor --ranks", "hello --ranks", "bench -n")
+COUNTS = ("tune --ranks", "tune --redistribution", "doctor --ranks", "hello --ranks", "bench -n")
+#: Options that take the number of ranks of one node.
+RANKS = ("bench -g", "topo --ranks")
 #: Options that take a count or 0.
 WHOLE = ("bench -w", "bench -c", "bench -G", "bench -r")
 SIZES = ("bench -b", "tune --largest")
@@ -72,7 +74,7 @@ def test_all_commands_are_listed_and_others_refused(capsys: pytest.CaptureFixtur
         ("bench -b 8 -e 4", "-e 4 is below -b 8"),
         ("bench -b 8 -e 1G -i 8", "more than 200 sizes; try -f 2"),
         ("bench -b 8 -e 16 -f 1", "-f 1 gives no larger size"),
-        ("bench -g 1", "a group to measure has 2 to 128"),
+        ("bench -g 1", "a group of one node has 2 to 128"),
         ("bench -r 2", "ranks are 0 to 1"),
         ("bench --against glo", "no side 'glo'; did you mean gloo?"),
         ("bench --plot out.gif", "the name ends in one of .png, .svg"),
@@ -83,7 +85,11 @@ def test_all_commands_are_listed_and_others_refused(capsys: pytest.CaptureFixtur
         *((f"{option}={value}", f"'{value}' is not a number above 0") for option in SECONDS for value in ODD),
         *((f"{option}={value}", f"'{value}' is not a whole number") for option in COUNTS for value in (*ODD, "1.5")),
         *((f"{option}={value}", f"'{value}' is not a whole number") for option in WHOLE for value in ODD[1:]),
-        *((f"bench -g={value}", f"'{value}' is not a number of ranks") for value in (*ODD, "1", "129")),
+        *(
+            (f"{option}={value}", f"'{value}' is not a number of ranks")
+            for option in RANKS
+            for value in (*ODD, "1", "129")
+        ),
         *((f"{option}={value}", "not a size") for option in SIZES for value in ("²", "9999999999G", "K", "1.5M", *ODD)),
         *((f"bench --device cpu --sizes=8,{value}", "not a size") for value in (*ODD, "", "²")),
         *((f"bench --background-load={value}", f"neither {LOAD}") for value in ("10000", "-1", "2.5", "x", "", "²")),

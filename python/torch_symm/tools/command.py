@@ -72,10 +72,10 @@ def whole(text: str) -> int:
 
 
 def ranks(text: str) -> int:
-    """Parses the number of ranks to measure: from 2 to the :data:`MOST_RANKS` of one node."""
+    """Parses the number of ranks of a group: from 2 to the :data:`MOST_RANKS` of one node."""
     if text.isascii() and text.isdigit() and len(text) < 20 and 2 <= int(text) <= MOST_RANKS:
         return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks: a group to measure has 2 to {MOST_RANKS}")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks: a group of one node has 2 to {MOST_RANKS}")
 
 
 def counts(text: str) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from torch_symm.tools.command import Parser, count
+from torch_symm.tools.command import MOST_RANKS, Parser, ranks
 from torch_symm.tools.doctor import devices, library
 from torch_symm.tools.doctor.probe_result import Probed, probe
 from torch_symm.tools.doctor.report import Section, render
@@ -31,7 +31,7 @@ def parser() -> Parser:
         ],
     )
     made.add_argument(
-        "--ranks", type=count, default=0, help="number of ranks to plan for (default: the GPUs, at least 2)"
+        "--ranks", type=ranks, default=0, help=f"ranks to plan for, 2 to {MOST_RANKS} (default: the GPUs, at least 2)"
     )
     made.add_argument("--measure", action="store_true", help="measure the bandwidth of each pair")
     made.add_argument("--plot", type=Path, metavar="FILE", help="draw a .svg, .png or .pdf (needs matplotlib)")
@@ -74,9 +74,9 @@ def _described() -> tuple[list[dict[str, str]], list[list[int]]]:
     return [{"name": "as described"}] * len(links), links
 
 
-def _sections(probed: Probed, ranks: int, measure: bool) -> Iterator[Section]:
-    yield cpu.section(ranks)
-    yield devices.gpus(probed, ranks)
+def _sections(probed: Probed, world: int, measure: bool) -> Iterator[Section]:
+    yield cpu.section(world)
+    yield devices.gpus(probed, world)
     links = devices.links(probed)
     if links is not None:
         yield links
