@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import signal
+from contextlib import redirect_stdout
 from datetime import timedelta
 from typing import Any
 
@@ -10,9 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from expected import reduced as expected_reduction
+from ranks import run_ranks
 from torch_symm import __main__ as entry
 from torch_symm._torch_compat import set_timeout
+from torch_symm.launch import ranks as launched
 from torch_symm.tools.check import command, faults
+from torch_symm.tools.check import rank as rank_process
 from torch_symm.tools.check.cases import LENGTHS, OPS, Case, Covered, blocks
 from torch_symm.tools.check.exercise import Exercise
 from torch_symm.tools.check.faults import FAULTS, RANKS, Told, judged
@@ -129,6 +136,30 @@ def test_a_run_without_time_for_all_calls_does_not_succeed(
 def test_what_time_does_not_allow_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert entry.main(["check", "--quick", "--ranks", "2", "--seconds", "0.000001"]) == command.UNFINISHED
     assert "calls were left out, since the time was over" in capsys.readouterr().out
+
+
+def check_with_stopped_ranks(_rank: int, _world: int, halted: tuple[int, ...]) -> tuple[int, str]:
+    def main(rank: int, *given: Any) -> None:
+        given[1].wait()
+        if rank in halted:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        given[-1].put(CheckDone(rank, findings=[f"rank {rank}: what it found"]))
+
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
+        patch.setattr(launched, "WARM", "fork")
+        patch.setattr(rank_process, "main", main)
+        patch.setattr(rank_process, "GROUP_TIMEOUT", timedelta(seconds=1))
+        patch.setattr(rank_process, "MEETING_S", 1.0)
+        patch.setattr(command, "SECONDS", 20.0 if len(halted) == 1 else 1.0)
+        status = entry.main(["check", "--ranks", "2", "--ops", "barrier", "--seconds", "1"])
+    return status, printed.getvalue()
+
+
+@pytest.mark.parametrize(("halted", "says"), [((1,), "2 s: rank 1 of 2"), ((0, 1), "3 s: ranks 0, 1 of 2")])
+def test_a_rank_that_stops_ends_the_check(halted: tuple[int, ...], says: str) -> None:
+    ((status, printed),) = run_ranks(check_with_stopped_ranks, 1, halted, backend=None)
+    assert status == 1 and f"WRONG: no message for {says}" in printed
+    assert ("WRONG: rank 0: what it found" in printed) == (0 not in halted)
 
 
 @pytest.mark.ranks(2)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
+import signal
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch_symm import __main__ as entry
 from torch_symm.launch import ranks as launched
+from torch_symm.launch.watch import StalledError
 from torch_symm.tools.tune import command, launch, measurement_points, profile, redistribution, thresholds_cpu
+from torch_symm.tools.tune import rank as rank_process
 from torch_symm.tools.tune.measurement_points import LARGEST, OPS, SMALLEST, STEP, Point, group_sizes, rounded
 from torch_symm.tools.tune.thresholds import choose
 
@@ -129,6 +133,29 @@ def test_a_profile_goes_into_the_cache_and_is_found_there(tmp_path: Path, monkey
     assert all(basis == "measured" for _, basis in run_ranks(priced, 2, env=cache)[0])
     without = run_ranks(tuned, 1, backend=None, env={"SYMM_CACHE_DIR": "0"})
     assert without == [1] and "no cache" in without.logs[0] and "--output" in without.logs[0]
+
+
+def tune_with_stopped_ranks(_rank: int, _world: int, plans: bool) -> str:
+    def main(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launched, "WARM", "fork")
+        for module in (rank_process, redistribution):
+            patch.setattr(module, "main", main)
+            patch.setattr(module, "STILL_S", 1.0)
+        with pytest.raises(StalledError) as raised:
+            if plans:
+                redistribution.measure(2, "cpu", 1, None, lambda *_: None)
+            else:
+                launch.measure(2, "cpu", [Point(2, "all_reduce", 1024)], 1.0, 1, lambda *_: None)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("plans", [False, True])
+def test_ranks_that_stop_end_the_measurement(plans: bool) -> None:
+    (text,) = run_ranks(tune_with_stopped_ranks, 1, plans, backend=None)
+    assert text.startswith(f"no message for {1 if plans else 2} s: rank")
 
 
 def test_a_profile_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import queue
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .watch import StalledError
+from .watch import StalledError, stopped
 
 if TYPE_CHECKING:
     from torch.multiprocessing.spawn import ProcessContext
@@ -50,6 +51,32 @@ def reported(
         yield message
     while not all([each.join(timeout=POLL_S) for each in contexts]):
         watched()
+
+
+def reported_in_time(
+    started: ProcessContext, results: Any, expected: int, first_s: float, still_s: float, counts: type = object
+) -> Iterator[Any]:
+    """Like :func:`reported`, and ends the run if no message arrives for ``first_s``, or for ``still_s`` after another.
+
+    After the last message the processes must end within ``still_s``.
+
+    Raises:
+        StalledError: as above; the text names the ranks that are stopped, or otherwise those that still run.
+        torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a process has failed.
+    """
+    since, limit_s = time.monotonic(), first_s
+
+    def watched() -> None:
+        if time.monotonic() - since <= limit_s:
+            return
+        halted = stopped(started.processes)
+        late = halted or [rank for rank, process in enumerate(started.processes) if process.is_alive()]
+        who = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))} of {len(started.processes)}"
+        raise StalledError(f"no message for {limit_s:g} s: {who} {'stopped' if halted else 'did not end'}")
+
+    for message in reported(started, results, expected, counts, watched):
+        yield message
+        since, limit_s = time.monotonic(), still_s
 
 
 def send(message: Mapping[str, Any]) -> None:

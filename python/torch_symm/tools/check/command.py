@@ -189,11 +189,14 @@ def _ran(
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
     from torch_symm.launch import ranks
-    from torch_symm.launch.messages import reported
+    from torch_symm.launch.messages import reported_in_time
 
     from . import rank
 
     world = max(worlds)
+    # Ranks that get an error report it within this time of each other.
+    still_s = rank.GROUP_TIMEOUT.total_seconds() + rank.MEETING_S
+    first_s = max(given.seconds, SECONDS) + still_s
     stop = torch.zeros(1, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
     barrier, results, done = ranks.barrier(world), ranks.queue(), []
     with tempfile.TemporaryDirectory(prefix="torch-symm-check-") as folder:
@@ -201,7 +204,7 @@ def _ran(
         task = rank.CheckTask(worlds, given.device, ops, given.quick, given.seconds, rendezvous)
         try:
             with ranks.started(main, (task, barrier, stop, results), world, warm=True) as started:
-                for message in reported(started, results, world):
+                for message in reported_in_time(started, results, world, first_s, still_s):
                     done.append(message)
         except (ProcessRaisedException, ProcessExitedException, RuntimeError) as error:
             return done, str(error).strip().splitlines()[-1]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from torch_symm.launch import ranks
-from torch_symm.launch.messages import reported
+from torch_symm.launch.messages import reported_in_time
 
 from . import rank as rank_process
 from .measurement_points import SLICE, STEP, Point
@@ -40,8 +40,10 @@ def measure(
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank failed; its text holds the rank's traceback.
         torch.multiprocessing.ProcessExitedException: a rank was killed or ended the process.
+        StalledError: rank 0 sent no visit for ``seconds`` and :data:`torch_symm.tools.tune.rank.STILL_S`.
     """
     results = ranks.queue()
+    still_s = seconds + rank_process.STILL_S
     found: dict[Point, list[Visit]] = {point: [] for point in points}
     distinct = tuple(found)
     with tempfile.TemporaryDirectory(prefix="torch-symm-tune-") as folder:
@@ -49,7 +51,7 @@ def measure(
         task = rank_process.TuneTask(world, device, distinct, visits, seconds, rendezvous, graphs)
         settings = {"SYMM_COST_PROFILE": str(profile)} if profile else {}
         with ranks.started(rank_process.main, (task, results), world, warm=True, settings=settings) as started:
-            for message in reported(started, results, 1, rank_process.TuneDone):
+            for message in reported_in_time(started, results, 1, still_s, still_s, rank_process.TuneDone):
                 if isinstance(message, Visit):
                     found[distinct[message.index]].append(message)
                     on_visit(distinct[message.index], message.us)

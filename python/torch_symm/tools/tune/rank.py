@@ -24,6 +24,8 @@ from torch_symm.tools.bench.gpu.clock import GpuClock
 from .measurement_points import COPY, ITEM, SLICE, STEP, Point
 
 GROUP_TIMEOUT = timedelta(seconds=120)
+#: Seconds without a message after which the launcher ends the ranks: time to join, and for a call to fail.
+STILL_S = 2 * GROUP_TIMEOUT.total_seconds() + 60.0
 #: Minimum duration of a batch, so that the time to read the clock, or to record an event, is negligible.
 BATCH_US, MOST_BATCH = 100.0, 16
 FEWEST, MOST = 3, 100

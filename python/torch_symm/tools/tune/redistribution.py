@@ -30,10 +30,10 @@ from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch_symm.dtensor._cost import MeshTopoInfo, PriceSource, from_prices
 from torch_symm.dtensor._redistribute_cost import local_bytes, price_step
 from torch_symm.launch import ranks as launched
-from torch_symm.launch.messages import reported
+from torch_symm.launch.messages import reported_in_time
 
 from .measurement_points import Point
-from .rank import GROUP_TIMEOUT
+from .rank import GROUP_TIMEOUT, STILL_S
 
 State: TypeAlias = tuple[Placement, ...]
 #: Range of the tensors' sizes, as powers of two.
@@ -81,6 +81,7 @@ def measure(
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank failed, for example for lack of a profile.
+        StalledError: rank 0 finished no case for :data:`STILL_S`.
     """
     results = launched.queue()
     found: list[RedistributionCase] = []
@@ -89,7 +90,7 @@ def measure(
         task = RedistributionTask(world, device, cases, profile, rendezvous)
         settings = {"SYMM_COST_PROFILE": str(profile)} if profile else {}
         with launched.started(main, (task, results), world, warm=True, settings=settings) as started:
-            for case in reported(started, results, cases):
+            for case in reported_in_time(started, results, cases, STILL_S, STILL_S):
                 found.append(case)
                 on_visit(Point(world, "redistribute", case.bytes), min(plan.us for plan in case.plans))
     return found
