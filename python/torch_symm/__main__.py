@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
+from types import FrameType
 from typing import TextIO
 
 from torch_symm.tools.command import PROGRAM, closest
@@ -42,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = import_module(f"torch_symm.tools.{COMMANDS[name][0]}")
     parser = command.parser()
     try:
-        return int(command.run(parser, parser.parse(words[1:])))
+        # torchrun handles SIGTERM itself.
+        with nullcontext() if name == "run" else _cleans_up():
+            return int(command.run(parser, parser.parse(words[1:])))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -50,6 +56,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader has exited. Redirect standard output, so that the interpreter's last flush does not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+@contextmanager
+def _cleans_up() -> Iterator[None]:
+    """Lets SIGTERM raise :exc:`SystemExit`, so that a command ends its ranks and removes its directories."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _terminated(number: int, _frame: FrameType | None) -> None:
+    # Another one must not interrupt the cleanup.
+    signal.signal(signal.SIGTERM, _ignored)
+    raise SystemExit(128 + number)
+
+
+def _ignored(_number: int, _frame: FrameType | None) -> None:
+    return None
 
 
 def _help(stream: TextIO, status: int) -> int:

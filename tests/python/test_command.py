@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import pydoc
 import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
 from importlib import import_module
 from pathlib import Path
 
@@ -248,6 +255,67 @@ def test_a_measurement_that_fails_is_json(
     assert entry.main(["tune", "--check", "--device", "cpu", "--ranks", "2", "--json", str(path)]) == 0
     assert json.loads(path.read_text())["points"] == []
     assert capsys.readouterr().out == f"written to {path}\n"
+
+
+def session(leader: int) -> dict[int, str]:
+    """Returns the states of the processes in the session of ``leader``."""
+    found = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == leader and fields[0] != "Z":
+            found[int(name)] = fields[0]
+    return found
+
+
+ONLY_STOPPED = """
+import sys
+import tempfile
+from torch_symm import __main__ as entry
+from torch_symm.tools.check import faults
+faults.FAULTS = tuple(fault for fault in faults.FAULTS if fault.name == "stopped")
+sys.exit(entry.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("typed", "state", "number"),
+    [
+        ("hello --device cpu --ranks 2", "SRD", 3),
+        ("bench all_reduce -g 2 -b 8 -e 64M --device cpu", "SRD", 3),
+        ("tune --device cpu --ranks 2 --seconds 60 --output profile.json", "SRD", 3),
+        ("check --faults --quick --ranks 2 --ops barrier", "T", 1),
+    ],
+)
+def test_a_terminated_command_leaves_nothing(typed: str, state: str, number: int, tmp_path: Path) -> None:
+    # A socket's path has at most 107 bytes.
+    scratch = Path(tempfile.mkdtemp(prefix="symm", dir="/tmp"))
+    path = os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])
+    command = subprocess.Popen(
+        [sys.executable, "-c", ONLY_STOPPED, *typed.split()],
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": str(scratch), "PYTHONPATH": path},
+        cwd=tmp_path,
+    )
+    try:
+        while sum(each in state for each in session(command.pid).values()) < number or not list(
+            scratch.glob("torch-symm-*")
+        ):
+            assert command.poll() is None
+            time.sleep(0.02)
+        command.terminate()
+        assert command.wait() == 128 + signal.SIGTERM
+        while session(command.pid):
+            time.sleep(0.02)
+        assert os.listdir(scratch) == []
+    finally:
+        for pid in session(command.pid):
+            os.kill(pid, signal.SIGKILL)
+        command.wait()
+        shutil.rmtree(scratch)
 
 
 def test_warnings_have_categories_of_their_own() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import select
 import signal
@@ -187,6 +188,10 @@ def started(
 
 
 def _run(rank: int, main: Callable[..., None], settings: dict[str, str], arguments: tuple[Any, ...]) -> None:
+    # A launcher that ended while the fork server was starting has left this process behind.
+    launcher = multiprocessing.parent_process()
+    if launcher is not None and not launcher.is_alive():
+        return
     # A process of the fork server has the environment of the first launch.
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
         del os.environ[name]
