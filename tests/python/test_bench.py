@@ -249,6 +249,15 @@ def test_a_run_of_all_operations_is_right_and_read_back(
         assert len(list(csv.DictReader(file))) == len(found["rows"])
 
 
+def test_the_time_of_a_call_is_known_without_untimed_calls(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    typed = ["--sizes", "4M", "-w", "0", "--seconds", "0.001", "--backend", BACKEND, "--device", "cpu"]
+    assert entry.main(["bench", "reduce", *typed, "--json", str(path)]) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    # The fewest samples of one call each: no time is left, and a call takes longer than one that is timed in batches.
+    assert row["iterations"] <= 20
+
+
 def test_a_short_run_says_what_out_of_place_is_and_that_the_machine_is_busy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -178,10 +178,12 @@ class _Row:
             return False
         self._enter(side)
         work.reset()
+        # A deadline needs the time of a call, even without untimed calls.
+        warmup = self._task.warmup or int(self._task.deadline is not None)
         start = time.perf_counter_ns()
-        for _ in range(self._task.warmup):
+        for _ in range(warmup):
             work.call(group)
-        shared.estimates[side, self._rank] = (time.perf_counter_ns() - start) / 1e3 / max(1, self._task.warmup)
+        shared.estimates[side, self._rank] = (time.perf_counter_ns() - start) / 1e3 / max(1, warmup)
         shared.align()
         return True
 
