@@ -27,7 +27,7 @@ from torch_symm.launch.watch import Progress, RankActivity
 from torch_symm.tools.bench import axes, columns, cuda, launch, limits, links, machine, ops, plot, request
 from torch_symm.tools.bench.background_load import BackgroundLoad, running
 from torch_symm.tools.bench.ops import DTYPES, OPS, PLACEMENTS, REDOPS
-from torch_symm.tools.bench.pattern import TILE, Pattern, WrongResult, check_parts
+from torch_symm.tools.bench.pattern import TILE, Pattern, WrongResult, check_parts, largest
 from torch_symm.tools.bench.record import Absent, Figure, Found, quantile, read
 from torch_symm.tools.bench.request import ROOTED, Wanted
 from torch_symm.tools.bench.timing import FIXED_ROUNDS, MAX_BURST, MAX_ROUNDS, MAX_SAMPLES, fixed, plan
@@ -101,7 +101,7 @@ def test_the_rhythm_fits_the_shared_and_the_exponent(estimate: float, world: int
 
 @pytest.mark.parametrize("redop", list(REDOPS))
 @pytest.mark.parametrize("dtype", list(DTYPES.values()))
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8, 12, 16, 17, 64, 127, 128])
 def test_what_reductions_give_is_exact(redop: str, dtype: torch.dtype, world: int) -> None:
     inputs = []
     for rank in range(world):
@@ -111,7 +111,12 @@ def test_what_reductions_give_is_exact(redop: str, dtype: torch.dtype, world: in
     stacked = torch.stack(inputs)
     names = {"sum": "sum", "avg": "mean", "prod": "prod", "min": "amin", "max": "amax"}
     wanted = getattr(stacked, names[redop])(0)
-    assert len(wanted.unique()) > 1 and (redop != "sum" or wanted.max() <= 256)
+    # In int8, the average of more than 126 ranks varies only if its sum overflows.
+    assert len(wanted.unique()) > 1 or (redop, dtype, world > 126) == ("avg", torch.int8, True)
+    if redop in ("sum", "avg"):
+        # A backend may sum in the type itself, in any order.
+        assert stacked.abs().sum(0).max() <= largest(dtype) or not wanted.any()
+        assert len(stacked.unique()) > 1
     assert torch.equal(wanted.to(dtype).double(), wanted)
     Pattern(range(world), 5, 3000, world, dtype, redop).check(wanted.to(dtype), redop)
 

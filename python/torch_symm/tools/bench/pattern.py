@@ -30,8 +30,8 @@ def _values(rank: int, start: int, count: int, world: int, redop: str, limit: in
     """Returns elements ``start .. start + count`` of the tensor of ``rank``, as float64 integers.
 
     The reduction ``redop`` of all ranks' values is an integer of at most ``limit``, and therefore exact: a sum stays
-    below ``limit + 1`` because values stay below ``(limit + 1) / world``; an average is one of multiples of ``world``;
-    in a product, only as many factors are 2 as ``limit`` allows.
+    below ``limit + 1`` because values stay below ``(limit + 1) / world``, or are 0 from rank ``limit`` on; an average
+    is one of multiples of ``world``; in a product, only as many factors are 2 as ``limit`` allows.
     """
     index = torch.arange(start, start + count, dtype=torch.int64) % PERIOD
     # The difference between ranks' values changes every seven elements; otherwise many ranks would make all sums equal.
@@ -39,9 +39,24 @@ def _values(rank: int, start: int, count: int, world: int, redop: str, limit: in
     if redop == "prod":
         doubling = rank < limit.bit_length() - 1
         return 1 + (spread % 2 * doubling).to(torch.float64)
+    if redop == "avg" and world * world > limit:
+        return _few_summands(index, rank, world, limit).to(torch.float64)
     step = world if redop == "avg" else 1
     modulus = max(2, min(31, 1 + limit // (world * step)))
-    return ((spread % modulus) * step).to(torch.float64)
+    summand = redop != "sum" or rank < limit
+    return ((spread % modulus) * (step * summand)).to(torch.float64)
+
+
+def _few_summands(index: torch.Tensor, rank: int, world: int, limit: int) -> torch.Tensor:
+    """Returns values for averages of so many ranks that the sum of their multiples of ``world`` could exceed ``limit``.
+
+    For each element one rank has a multiple of ``world``, and the others have 0. If even ``world`` exceeds ``limit``,
+    which happens in int8, the values of each two neighbours cancel out.
+    """
+    if world <= limit:
+        return (index // 7 % world == rank) * (index * 37 % (1 + limit // world)) * world
+    paired = rank ^ 1 < world
+    return (1 + (index * 37 + rank // 2) % 31) * (paired * (1 - 2 * (rank % 2)))
 
 
 def _combined(values: Sequence[torch.Tensor], redop: str) -> torch.Tensor:
