@@ -24,7 +24,7 @@ from faults.resource_leaks import children
 from torch_symm import __main__ as entry
 from torch_symm.launch.ranks import Ended
 from torch_symm.launch.watch import Progress, RankActivity
-from torch_symm.tools.bench import axes, columns, cuda, launch, limits, links, machine, ops, plot, request
+from torch_symm.tools.bench import axes, columns, command, cuda, launch, limits, links, machine, ops, plot, request
 from torch_symm.tools.bench.background_load import BackgroundLoad, running
 from torch_symm.tools.bench.ops import DTYPES, OPS, PLACEMENTS, REDOPS
 from torch_symm.tools.bench.pattern import TILE, Pattern, WrongResult, check_parts, largest
@@ -377,6 +377,18 @@ def test_who_stands_still_is_named() -> None:
     assert launch._who(RankActivity(5, 0, 1), (), 4) == "none of 4 ranks got on"
 
 
+def test_a_barrier_is_measured_but_not_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (row,) = request.rows(["barrier"], ["f32"], ["sum"], [0], [KB], 2)
+    monkeypatch.setattr(launch, "measure", lambda *_: iter([Found(row, {"symm": {"in_place": figure()}})]))
+    # matplotlib is not needed, because nothing is drawn.
+    monkeypatch.setattr(command, "_check_outputs", lambda *_: None)
+    picture = tmp_path / "barrier.svg"
+    assert entry.main(["bench", "barrier", "-g", "2", "--device", "cpu", "--plot", str(picture)]) == 0
+    assert "--plot: no row with a size was measured" in capsys.readouterr().out and not picture.exists()
+
+
 @needs_matplotlib
 def test_curves_of_all_sides_are_drawn(tmp_path: Path) -> None:
     rows = [
@@ -385,7 +397,7 @@ def test_curves_of_all_sides_are_drawn(tmp_path: Path) -> None:
     ]
     for ending in plot.ENDINGS:
         plot.draw(rows, "here", tmp_path / f"run{ending}")
-    with pytest.raises(ValueError, match="nothing was measured"):
+    with pytest.raises(ValueError, match="no row with a size was measured"):
         plot.draw([], "here", tmp_path / "none.svg")
     run = tmp_path / "run.json"
     here = {"date": "2026-11-28", "cpu": "a CPU", "cores": 2, "torch": "2.15"}

@@ -174,7 +174,9 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
         written = _write(given, todo.device, rows, found, plot.title(asdict(here)))
         if written:
             say(f"# written: {', '.join(written)}")
-    except OSError as error:
+        if given.plot and not plot.drawable(rows):
+            say("# --plot: no row with a size was measured, so nothing is drawn")
+    except (OSError, ValueError) as error:
         failure = f"{failure}\n{error}".strip()
     if failure:
         print(f"failed after {len(rows)} of {len(todo.rows)} rows: {failure}", file=sys.stderr)
@@ -210,7 +212,11 @@ def _with_products(todo: Plan, given: argparse.Namespace, here: dict[str, object
     if given.json == "-":
         print(json.dumps(found, indent=1))
     elif given.json:
-        Path(given.json).write_text(json.dumps(found, indent=1) + "\n")
+        try:
+            Path(given.json).write_text(json.dumps(found, indent=1) + "\n")
+        except OSError as error:
+            failure = str(error)
+            print(f"failed: {failure}", file=sys.stderr)
     measured = [cell for cell in cells if cell.figures["symm"].overlap]
     return int(bool(failure) or len(measured) < len(todo.rows))
 
@@ -375,7 +381,7 @@ def _write(
         Path(given.json).write_text(json.dumps(found, indent=1) + "\n")
     if given.csv:
         columns.write_csv(rows, given.csv)
-    drawn = given.plot if any(any(found.sides.values()) for found in rows) else None
+    drawn = given.plot if plot.drawable(rows) else None
     if drawn:
         plot.draw(rows, heading, drawn, "the slowest link" if device == "cuda" else "memory")
     return [str(path) for path in (given.json if given.json != "-" else None, given.csv, drawn) if path]

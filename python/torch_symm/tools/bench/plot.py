@@ -26,12 +26,12 @@ def draw(rows: Sequence[Found], heading: str, path: Path, bound: str = "memory")
     Raises:
         ImportError: matplotlib is not installed.
         OSError: the file cannot be written.
-        ValueError: no row has a figure.
+        ValueError: no row can be drawn, or matplotlib rejects the figure.
     """
     pyplot = axes.pyplot()
-    measured = [found for found in rows if any(found.sides.values()) and found.wanted.size]
+    measured = drawable(rows)
     if not measured:
-        raise ValueError("--plot: nothing was measured")
+        raise ValueError("--plot: no row with a size was measured")
     kinds = list(dict.fromkeys(_kind(found) for found in measured))
     parts = [[found for found in measured if _kind(found) == kind] for kind in kinds]
     curves = [part for part in parts if len(part) > 1]
@@ -70,6 +70,11 @@ def draw(rows: Sequence[Found], heading: str, path: Path, bound: str = "memory")
     else:
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=110)
     pyplot.close(figure)
+
+
+def drawable(rows: Sequence[Found]) -> list[Found]:
+    """Returns the rows with a figure and a size; a barrier has no size."""
+    return [found for found in rows if any(found.sides.values()) and found.wanted.size]
 
 
 def title(machine: Mapping[str, Any]) -> str:
