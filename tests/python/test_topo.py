@@ -10,7 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 from torch_symm import __main__ as entry
-from torch_symm.tools.topo import cpu, plot
+from torch_symm.tools.doctor.report import Section
+from torch_symm.tools.topo import command, cpu, plot
 
 needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="--plot needs matplotlib")
 #: Two memory nodes of two cores with two threads each; one third-level cache per node.
@@ -141,6 +142,19 @@ def test_a_described_host_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert all(f'"link-{gpu}-switch"' in path.read_text() for gpu in range(8))
     else:
         assert '"gpu-0"' in path.read_text()
+
+
+def test_a_drawing_that_cannot_be_written_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(command, "_sections", lambda *_: iter([Section("cpu", {}, [])]))
+    monkeypatch.setattr(plot, "draw", fails)
+    assert entry.main(["topo", "--plot", str(tmp_path / "host.svg")]) == 1
+    assert "failed: the disk is full" in capsys.readouterr().err
 
 
 @needs_matplotlib

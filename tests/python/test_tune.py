@@ -20,7 +20,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch_symm import __main__ as entry
 from torch_symm.launch import ranks as launched
 from torch_symm.launch.watch import StalledError
-from torch_symm.tools.tune import command, launch, measurement_points, profile, redistribution, thresholds_cpu
+from torch_symm.tools.tune import command, launch, measurement_points, plot, profile, redistribution, thresholds_cpu
 from torch_symm.tools.tune import rank as rank_process
 from torch_symm.tools.tune.measurement_points import LARGEST, OPS, SMALLEST, STEP, Point, group_sizes, rounded
 from torch_symm.tools.tune.thresholds import choose
@@ -228,15 +228,42 @@ def test_the_threshold_is_where_the_caches_stop_helping() -> None:
 def test_an_earlier_check_is_drawn(tmp_path: Path, tune: Tune) -> None:
     times = {"measured": 9.0, "predicted": 8.0, "links": 5.0, "torch": 1.0}
     point = {"ranks": 2, "op": "all_gather", "algorithm": "staged", **times}
-    check, plot = tmp_path / "check.json", tmp_path / "curves.svg"
+    check, picture = tmp_path / "check.json", tmp_path / "new" / "curves.svg"
     check.write_text(json.dumps({"origin": "a test", "points": [{**point, "bytes": 1448}, {**point, "bytes": 2896}]}))
     if find_spec("matplotlib") is None:
         output = "--plot: needs matplotlib, which is not installed: pip install matplotlib"
-        assert output in tune("--draw", str(check), "--plot", str(plot), expect=2)
-        assert output in tune("--check", "--plot", str(plot), expect=2)
+        assert output in tune("--draw", str(check), "--plot", str(picture), expect=2)
+        assert output in tune("--check", "--plot", str(picture), expect=2)
     else:
-        tune("--draw", str(check), "--plot", str(plot))
-        assert "all_gather, 2 ranks" in plot.read_text()
+        tune("--draw", str(check), "--plot", str(picture))
+        assert "all_gather, 2 ranks" in picture.read_text()
+
+
+def test_outputs_are_checked_before_and_their_failure_keeps_the_result(
+    tmp_path: Path, tune: Tune, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point = {"ranks": 2, "op": "all_gather", "algorithm": "staged", "bytes": 1448}
+    found = {"origin": "a test", "points": [{**point, "measured": 9.0, "predicted": 8.0, "links": 5.0, "torch": 1.0}]}
+    measured: list[object] = []
+
+    def fails(compared: list[object], title: str, path: Path) -> None:
+        assert len(compared) == 1 and title == "a test" and path.parent.is_dir()
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(command, "_measured", lambda *given: measured.append(given) or (0, found))
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(plot, "draw", fails)
+    file = tmp_path / "file"
+    file.touch()
+    assert "ends in one of .png, .svg, .pdf" in tune("--check", "--plot", str(tmp_path / "costs.doc"), expect=2)
+    for option, path in (("--plot", file / "costs.svg"), ("--json", file / "x.json"), ("--output", file / "x.json")):
+        assert "its folder cannot be created" in tune("--check", option, str(path), expect=2)
+    assert not measured
+    written, picture = tmp_path / "new" / "check.json", tmp_path / "out" / "costs.svg"
+    said = tune("--check", "--json", str(written), "--plot", str(picture), expect=1)
+    assert "failed: the disk is full" in said and json.loads(written.read_text())["points"] == found["points"]
+    assert "failed: the disk is full" in tune("--draw", str(written), "--plot", str(picture), expect=1)
+    assert "Is a directory" in tune("--check", "--json", str(tmp_path), expect=1)
 
 
 def test_shipped_profiles_are_whole_and_named_by_their_hardware() -> None:

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,7 +62,11 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
         devices, nvlinks = probed.of("gpus").get("devices", []), probed.of("links").get("nvlinks", [])
         if not devices and "links" in probed.found:
             devices, nvlinks = _described()
-        plot.draw(sections[0].found, devices, nvlinks, given.plot)
+        try:
+            plot.draw(sections[0].found, devices, nvlinks, given.plot)
+        except (OSError, ValueError) as error:
+            print(f"failed: {error}", file=sys.stderr)
+            return 1
     return int(not probed.works)
 
 

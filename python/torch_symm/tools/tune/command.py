@@ -86,7 +86,7 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
     if given.draw:
         return _draw(parser, given)
     if given.plot:
-        _need_matplotlib(parser)
+        _check_plot(parser, given.plot)
     if given.inter_node:
         return _inter_node(parser, given)
     import torch
@@ -110,15 +110,22 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
         parser.error(f"--device cuda: needs at least 2 GPUs, and torch finds {gpus} here; --device cpu needs none")
     if world < 2 or (device == "cuda" and world > gpus):
         parser.error(f"--ranks: {world} ranks cannot be measured on {gpus} GPUs" if gpus else "--ranks: at least 2")
-    if given.json and given.json != "-":
-        Path(given.json).absolute().parent.mkdir(parents=True, exist_ok=True)
+    for path in (given.output, given.json and given.json != "-" and Path(given.json)):
+        if path:
+            _make_folder(parser, path)
     with redirect_stdout(sys.stderr) if given.json == "-" else nullcontext():
         status, found = _measured(given, device, world, ops, largest)
     if given.json == "-":
         print(json.dumps({"device": device, "ranks": world, **found}, indent=1))
     elif given.json:
-        Path(given.json).write_text(json.dumps({"device": device, "ranks": world, **found}, indent=1) + "\n")
-        say(f"written to {given.json}")
+        try:
+            Path(given.json).write_text(json.dumps({"device": device, "ranks": world, **found}, indent=1) + "\n")
+            say(f"written to {given.json}")
+        except OSError as error:
+            print(f"failed: {error}", file=sys.stderr, flush=True)
+            status = 1
+    if given.plot and "origin" in found:
+        status |= _drawn(found["points"], found["origin"], given.plot)
     return status
 
 
@@ -160,10 +167,23 @@ def _inter_node(parser: Parser, given: argparse.Namespace) -> int:
     return measured(given.seconds, given.output, device)
 
 
-def _need_matplotlib(parser: Parser) -> None:
-    """Ends the command before it measures data that it cannot draw."""
+def _check_plot(parser: Parser, path: Path) -> None:
+    """Ends the command before it measures data that it cannot draw, and creates the folder of the drawing."""
+    from .plot import ENDINGS
+
+    if path.suffix not in ENDINGS:
+        parser.error(f"--plot {path}: the name ends in one of {', '.join(ENDINGS)}")
     if importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot: needs matplotlib, which is not installed: pip install matplotlib")
+    _make_folder(parser, path)
+
+
+def _make_folder(parser: Parser, path: Path) -> None:
+    """Creates the folder of an output, or ends the command."""
+    try:
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"{path}: its folder cannot be created: {error}")
 
 
 def _measure(title: str, device: str, world: int, points: list[Point], seconds: float, path: Path | None) -> Launches:
@@ -272,10 +292,6 @@ def _check(given: argparse.Namespace, device: str, world: int, ops: tuple[str, .
     for one in sorted(compared, key=lambda one: -one.error)[:5]:
         where = f"{one.op} of {one.bytes:,} bytes, {one.ranks} ranks ({one.algorithm})"
         say(f"  {one.error:.0%}: {where}: measured {one.measured:.1f} µs, predicted {one.predicted:.1f} µs")
-    if given.plot:
-        from .plot import draw
-
-        draw(compared, here.says, given.plot)
     return {
         "origin": f"{here.says}; load {load:.2f}",
         "load": load,
@@ -288,19 +304,30 @@ def _check(given: argparse.Namespace, device: str, world: int, ops: tuple[str, .
 
 def _draw(parser: Parser, given: argparse.Namespace) -> int:
     from .check import Compared
-    from .plot import draw
 
     if not given.plot:
         parser.error("--draw: say where with --plot")
     try:
         read = json.loads(given.draw.read_text())
-        compared = [Compared(**point) for point in read["points"]]
-        check_figures(value for one in compared for name, value in vars(one).items() if name not in ("op", "algorithm"))
+        points = [vars(Compared(**point)) for point in read["points"]]
+        check_figures(value for one in points for name, value in one.items() if name not in ("op", "algorithm"))
         title = str(read["origin"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         parser.error(f"--draw: {given.draw} holds no check: {error}")
-    _need_matplotlib(parser)
-    draw(compared, title, given.plot)
+    _check_plot(parser, given.plot)
+    return _drawn(points, title, given.plot)
+
+
+def _drawn(points: list[dict[str, Any]], title: str, path: Path) -> int:
+    """Draws the points of a check; returns 1 if that failed."""
+    from .check import Compared
+    from .plot import draw
+
+    try:
+        draw([Compared(**point) for point in points], title, path)
+    except (OSError, ValueError) as error:
+        print(f"failed: {error}", file=sys.stderr, flush=True)
+        return 1
     return 0
 
 

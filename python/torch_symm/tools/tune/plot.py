@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .check import Compared
 from .measurement_points import OPS
+
+if TYPE_CHECKING:
+    from .check import Compared
+
+#: Formats by the ending of the file.
+ENDINGS = (".png", ".svg", ".pdf")
 
 
 def draw(compared: Sequence[Compared], title: str, path: Path) -> None:
@@ -14,6 +20,8 @@ def draw(compared: Sequence[Compared], title: str, path: Path) -> None:
 
     Raises:
         ImportError: matplotlib is not installed.
+        OSError: the file cannot be written.
+        ValueError: matplotlib rejects the figure.
     """
     import matplotlib  # type: ignore[import-not-found, unused-ignore]
 
