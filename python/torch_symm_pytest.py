@@ -7,7 +7,7 @@ runs, it imports only pytest and does nothing. ``docs/guide/testing.md`` describ
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import pytest
@@ -53,6 +53,10 @@ def settings(item: Any) -> dict[str, Any] | None:
         if (n is not None and ranks is not None) or not counts or not all(type(c) is int and c > 0 for c in counts):
             raise TypeError("n must be a positive number of ranks, or a list of such")
         limit, env = rest.pop("group_timeout", 0.75 * timeout), rest.pop("env", None)
+        if env is not None and not (
+            isinstance(env, Mapping) and all(isinstance(text, str) for pair in env.items() for text in pair)
+        ):
+            raise TypeError(f"env must map strings to strings, not {env!r}")
         if rest:
             raise TypeError(f"unknown: {', '.join(rest)}")
         return {"counts": counts, "backend": backend, "timeout": timeout, "group_timeout": limit, "env": env}

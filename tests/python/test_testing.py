@@ -218,6 +218,8 @@ def running(pid: int) -> bool:
         (pytest.mark.ranks("4"), "n must be a positive number of ranks"),
         (pytest.mark.ranks(2, ranks=[3]), "n must be a positive number of ranks"),
         (pytest.mark.ranks(2, timeut=3), "unknown: timeut"),
+        (pytest.mark.ranks(2, env={"COLOUR": 1}), "env must map strings to strings, not {'COLOUR': 1}"),
+        (pytest.mark.ranks(2, env=["COLOUR"]), "env must map strings to strings, not ['COLOUR']"),
     ],
 )
 def test_wrong_marks_say_what_is_right(mark: pytest.MarkDecorator, said: str) -> None:
