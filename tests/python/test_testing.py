@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -277,6 +278,59 @@ def test_the_warm_process_is_not_what_other_tests_made_of_pytest_and_some_tests_
     assert "WarmMultiProcessTestCase" in text and "asyncio.run" in text, text
     assert "rank is for tests with @pytest.mark.ranks(n)" in text and "only the test has a rank" in text, text
     assert "the warm process, which makes fixtures and forks ranks, ended with -9" in text, text
+
+
+@pytest.mark.parametrize("group", [True, False], ids=["group", "process"])
+@pytest.mark.parametrize("where", ["test_on_ranks", "test_here"])
+def test_an_interrupted_run_ends_its_fixtures(tmp_path: Path, where: str, group: bool) -> None:
+    body = f"""
+    FOLDER = __import__("pathlib").Path({str(tmp_path)!r})
+
+    @pytest.fixture(scope="session")
+    def made():
+        yield
+        time.sleep(0.5)
+        (FOLDER / "ended").touch()
+
+    def hangs(name):
+        (FOLDER / name).touch()
+        while name == {where!r}:
+            time.sleep(0.01)
+
+    # Python loses an interrupt that arrives while a process forks; the time limit then ends the test.
+    @pytest.mark.ranks(2, backend=None, timeout=15)
+    def test_on_ranks(rank, made):
+        from torch_symm.testing import barrier
+        barrier("forked")
+        time.sleep(0.2)
+        hangs("test_on_ranks")
+
+    def test_here():
+        hangs("test_here")
+
+    @pytest.mark.ranks(2, backend=None)
+    def test_not_reached(made): pass
+    """
+    (tmp_path / "test_it.py").write_text(HEAD + textwrap.dedent(body))
+    # SIGINT may be ignored, if a shell has started the tests in the background.
+    start = "import signal, sys, pytest; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    command = [sys.executable, "-c", f"{start} sys.exit(pytest.main(sys.argv[1:]))", "-p", "no:cacheprovider"]
+    with (tmp_path / "said").open("w") as said:
+        ran = subprocess.Popen([*command, "test_it.py"], cwd=tmp_path, stdout=said, stderr=said, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / where).exists():
+            assert time.monotonic() < deadline and ran.poll() is None, (tmp_path / "said").read_text()
+            time.sleep(0.02)
+        (os.killpg if group else os.kill)(ran.pid, signal.SIGINT)
+        code = ran.wait(50)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(ran.pid, signal.SIGKILL)
+        ran.wait()
+    text = (tmp_path / "said").read_text()
+    assert code == pytest.ExitCode.INTERRUPTED and "KeyboardInterrupt" in text, text
+    assert (tmp_path / "ended").exists(), text
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import os
 import signal
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from types import FrameType
 from typing import Any, NoReturn
 
 import pytest
@@ -45,6 +46,11 @@ class WarmProcess:
         try:
             self._connection.send((self._index(item), following and self._index(following)))
             kind, value = self._connection.recv()
+        except (KeyboardInterrupt, pytest.exit.Exception):
+            # A terminal interrupts both processes, but another sender may interrupt only this one.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGINT)
+            raise
         except pytest.fail.Exception as limit:
             # The time limit of another plug-in has passed. It applies in the warm process, too, whose report says more.
             if not self._connection.poll(GRACE_S):
@@ -65,7 +71,9 @@ class WarmProcess:
         """Ends the process after it has torn down its fixtures."""
         with contextlib.suppress(OSError, EOFError):
             self._connection.send(None)
-            self._connection.recv()
+            # The first reply is to a test whose run was interrupted, if there was one.
+            while self._connection.recv() is not None:
+                pass
         self._end()
 
     def _index(self, item: pytest.Item) -> int:
@@ -95,6 +103,7 @@ class WarmProcess:
             ours.close()
             dies_with(parent)
             WarmProcess.inside = True
+            self._interrupt = _once(signal.signal(signal.SIGINT, signal.SIG_IGN))
             # Capture into new files, because the parent's files have one offset for both processes.
             capture: Any = self._session.config.pluginmanager.getplugin("capturemanager")
             capture.stop_global_capturing()
@@ -110,6 +119,8 @@ class WarmProcess:
         items, config = self._session.items, self._session.config
         item = items[index]
         try:
+            # A signal interrupts tests, and nothing else in this process: `stop` ends the fixtures afterwards.
+            signal.signal(signal.SIGINT, self._interrupt)
             # End the fixtures that this test does not use: pytest-xdist may not have announced this test as the next.
             self._session._setupstate.teardown_exact(item)
             after = None if following is None else items[following]
@@ -120,6 +131,25 @@ class WarmProcess:
             return "exit", str(error)
         except BaseException as error:  # Any exception belongs to this test
             return "error", f"{type(error).__name__}: {error}"
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _once(handler: Any) -> Any:
+    """Returns a handler of SIGINT that calls ``handler``, and ignores the signal from then on in this process.
+
+    pytest's own process forwards the signal. A second interrupt would hit the code that kills the ranks.
+    """
+    if not callable(handler):
+        return signal.SIG_IGN
+    process = os.getpid()
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == process:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        handler(number, frame)
+
+    return interrupted
 
 
 def protocol(item: pytest.Item, following: pytest.Item | None) -> list[Any]:
