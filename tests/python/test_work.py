@@ -126,7 +126,13 @@ def test_futures_have_the_shape_of_gloos(rank: int, replaced: bool) -> None:
     for name, call in OPERATIONS.items():
         found: list[tuple[Any, Any]] = []
         for group in (theirs, ours):
-            work = call(group, rank == 0, 1 - rank)
+            try:
+                work = call(group, rank == 0, 1 - rank)
+            except RuntimeError as error:
+                # As Gloo does in torch 2.11.
+                assert group is theirs and "does not support alltoall" in str(error), name
+                found.append((None, None))
+                continue
             work.wait()
             given: list[Any] = []
             for value in (lambda work=work: work.get_future().wait(), lambda work=work: work.result()):
