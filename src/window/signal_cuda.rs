@@ -162,7 +162,7 @@ impl GpuSignals {
         let _entered = self.device.enter()?;
         let mut enqueued = lock(&self.enqueued);
         if enqueued.closed {
-            return Err(Error::aborted(format!("group \"{}\" was destroyed", self.control.name())));
+            return Err(self.control.destroyed());
         }
         if !enqueued.streams.contains(&stream) {
             enqueued.streams.push(stream);

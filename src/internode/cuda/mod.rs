@@ -285,10 +285,11 @@ impl Internode {
 
     /// Rejects a device other than the group's device, and calls after the end of the group.
     fn check_device(&self, cuda: &CudaInternode, state: &CudaState, device: i32) -> Result<()> {
-        let name = self.health.control().name();
+        let control = self.health.control();
         if cuda.closed.load(Ordering::Acquire) {
-            return Err(Error::aborted(format!("group \"{name}\" was destroyed")));
+            return Err(control.destroyed());
         }
+        let name = control.name();
         match state.used.as_ref().map(|used| used.device.ordinal()).filter(|&first| first != device)
         {
             None => Ok(()),

@@ -319,7 +319,7 @@ impl Communicator {
             return Err(error);
         }
         if state.closed {
-            return Err(Error::aborted(format!("group \"{}\" was destroyed", self.control.name())));
+            return Err(self.control.destroyed());
         }
         let capture = stream.capture()?;
         state.recorded |= capture.is_some();
