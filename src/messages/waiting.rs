@@ -177,7 +177,8 @@ impl Messages {
             if state.stopping {
                 return;
             }
-            let due = !state.open.is_empty() || state.has_acknowledgement(&self.control);
+            let acknowledges = state.has_acknowledgement(&self.control);
+            let due = acknowledges || !state.open.is_empty();
             if due {
                 idle_since = Instant::now();
             } else if idle_since.elapsed() > PROGRESS_LINGER {
@@ -195,10 +196,10 @@ impl Messages {
             let attended = (state.waiting_threads > 0 && !left) || !due;
             let only_far = state.reaches
                 && due
+                && !acknowledges
                 && state
                     .pending()
-                    .all(|pending| pending.peer.is_some_and(|peer| state.is_internode(peer)))
-                && !state.has_acknowledgement(&self.control);
+                    .all(|pending| pending.peer.is_some_and(|peer| state.is_internode(peer)));
             drop(state);
             if !attended {
                 if self.progress() {
