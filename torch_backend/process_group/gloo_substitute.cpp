@@ -64,8 +64,8 @@ BackendPtr GlooSubstitute::gloo() {
   auto found = connected_gloo();
   if (!found) {
     const auto options = getBackendOptions();
-    const auto given_up = [ended = ended_, group = core()] {
-      return *ended || (*group)->error().kind != ErrorKind::None;
+    const auto given_up = [closed = closed_, group = core()] {
+      return *closed || (*group)->error().kind != ErrorKind::None;
     };
     try {
       found = backend_factories().make(
@@ -232,7 +232,6 @@ void GlooSubstitute::addEphemeralTimeout(const std::chrono::milliseconds& timeou
 }
 
 void GlooSubstitute::abort() {
-  *ended_ = true;
   ProcessGroupSymm::abort();
   if (const auto gloo = connected_gloo()) {
     gloo->abort();
@@ -240,7 +239,6 @@ void GlooSubstitute::abort() {
 }
 
 void GlooSubstitute::shutdown() {
-  *ended_ = true;
   ProcessGroupSymm::shutdown();
   if (const auto gloo = connected_gloo()) {
     gloo->shutdown();

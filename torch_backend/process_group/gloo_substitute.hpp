@@ -100,8 +100,6 @@ class GlooSubstitute final : public ProcessGroupSymm {
   const c10::intrusive_ptr<::c10d::Store> gloo_store_;
   // True if a rank can have a GPU.
   const bool cuda_;
-  // True once the group has ended.
-  const std::shared_ptr<std::atomic<bool>> ended_ = std::make_shared<std::atomic<bool>>(false);
   // Held by the thread that joins. A thread that ends the group does not wait for it.
   std::mutex joining_;
   // Guards gloo_.

@@ -324,13 +324,13 @@ void ProcessGroupSymm::enableCollectivesTiming() {
 }
 
 void ProcessGroupSymm::abort() {
-  closed_ = true;
+  *closed_ = true;
   drop_coalesced();
   (*group_)->abort();
 }
 
 void ProcessGroupSymm::shutdown() {
-  closed_ = true;
+  *closed_ = true;
   drop_coalesced();
   (*group_)->shutdown();
   // Drop the workspaces only after the group's kernels have ended, because freeing memory waits for
@@ -385,7 +385,7 @@ c10::intrusive_ptr<::c10d::Backend> ProcessGroupSymm::living_child(const std::st
     return nullptr;
   }
   auto child = known->second.lock();
-  if (!child || child->closed_) {
+  if (!child || *child->closed_) {
     children_.erase(known);
     return nullptr;
   }

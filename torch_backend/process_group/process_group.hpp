@@ -197,6 +197,9 @@ class ProcessGroupSymm : public ::c10d::Backend {
   // Adds `work` to the open coalescing block, if there is one.
   WorkPtr remember(WorkPtr work);
 
+  // True once abort() or shutdown() was called. Shared, because others may ask after this object.
+  const std::shared_ptr<std::atomic<bool>> closed_ = std::make_shared<std::atomic<bool>>(false);
+
  private:
   // Runs a prepared operation on this thread, or queues it, and shows it to a profiler if one is
   // active.
@@ -268,7 +271,6 @@ class ProcessGroupSymm : public ::c10d::Backend {
   std::optional<Coalesced> coalesced_;
   std::map<c10::DeviceIndex, std::shared_ptr<DeviceStreams>> streams_;
   std::map<std::string, c10::weak_intrusive_ptr<ProcessGroupSymm>> children_;
-  std::atomic<bool> closed_ = false;
 };
 
 // Joins a group of the core under the options' name, through `store` only. The group is among those

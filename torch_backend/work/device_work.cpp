@@ -48,17 +48,15 @@ DeviceWork::~DeviceWork() {
 void DeviceWork::release_resources() {
   const bool open = background_ && stream_ && !ordered_ && phase_ != Phase::Done;
   try {
-    if (!open && !end_) {
-      operations_.clear();
-      return;
-    }
-    const c10::DeviceGuard guard(device());
-    if (open) {
-      keep_tensors();
-    }
-    if (end_) {
-      streams_->put_back(std::move(*end_));
-      end_.reset();
+    if (open || end_) {
+      const c10::DeviceGuard guard(device());
+      if (open) {
+        keep_tensors();
+      }
+      if (end_) {
+        streams_->put_back(std::move(*end_));
+        end_.reset();
+      }
     }
     operations_.clear();
     future_.reset();
