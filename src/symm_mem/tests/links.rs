@@ -97,34 +97,32 @@ fn giving_back_makes_failures_known_before_peers_hear_of_it() {
     assert_eq!(mapped(&far), 1, "the peer saw the failure that the owner had found, and keeps it");
 }
 
+/// Checks that memory of `one` which is made while `failing` is set is refused at once, and that
+/// memory which is made later is mapped.
+fn is_refused_while(failing: &AtomicBool, one: &Heap, (near, far): &(LinkRef, LinkRef)) {
+    failing.store(true, Ordering::Relaxed);
+    let address = one.allocate(PAGE).expect("room");
+    let begun = Instant::now();
+    assert!(!reachable(one, address, 8, near));
+    assert!(begun.elapsed() < PATIENCE / 2, "it is said: {:?}", begun.elapsed());
+    one.release(address).expect("known");
+    failing.store(false, Ordering::Relaxed);
+    let address = one.allocate(PAGE).expect("room");
+    assert!(reachable(one, address, 8, near) && mapped(far) == 1);
+}
+
 #[test]
 fn a_peer_that_cannot_map_refuses() {
     let ((one, _), (other, host)) = (heap(16), heap(16));
-    let (near, far) = link(&one, &other, &healthy());
-    host.alone.store(true, Ordering::Relaxed);
-    let address = one.allocate(PAGE).expect("room");
-    let begun = Instant::now();
-    assert!(!reachable(&one, address, 8, &near));
-    assert!(begun.elapsed() < PATIENCE / 2, "it says so: {:?}", begun.elapsed());
-    one.release(address).expect("known");
-    host.alone.store(false, Ordering::Relaxed);
-    let address = one.allocate(PAGE).expect("room");
-    assert!(reachable(&one, address, 8, &near) && mapped(&far) == 1);
+    is_refused_while(&host.alone, &one, &link(&one, &other, &healthy()));
 }
 
 #[test]
 fn a_segment_that_cannot_be_offered_counts_as_refused_and_the_link_stays() {
     let ((one, host), (other, _)) = (heap(16), heap(16));
-    let (near, far) = link(&one, &other, &healthy());
-    host.private.store(true, Ordering::Relaxed);
-    let address = one.allocate(PAGE).expect("room");
-    let begun = Instant::now();
-    assert!(!reachable(&one, address, 8, &near));
-    assert!(begun.elapsed() < PATIENCE / 2, "its owner says so: {:?}", begun.elapsed());
-    one.release(address).expect("known");
-    host.private.store(false, Ordering::Relaxed);
-    let address = one.allocate(PAGE).expect("room");
-    assert!(reachable(&one, address, 8, &near) && mapped(&far) == 1);
+    let linked = link(&one, &other, &healthy());
+    is_refused_while(&host.private, &one, &linked);
+    let (near, far) = linked;
     assert!(!near.link().is_closed() && !far.link().is_closed());
 }
 
