@@ -63,7 +63,7 @@ def by_tcp(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator
     else:
         opened = _open(host, port, rank, world_size, timeout, secret, require_same_user)
     restarts = _restarts()
-    opened._assemble(f"restart {restarts}/symm" if restarts else "symm", rank, world_size, _left(deadline))
+    opened._assemble(f"restart {restarts}/symm" if restarts else "symm", rank, world_size, left(deadline))
     if remove_address:
         remove_address()
     yield _of_this_start(opened), rank, world_size
@@ -223,18 +223,18 @@ def _beside_agent(
 
     from torch_symm._native import load
 
-    agent = AgentStore(host, port, world_size, is_master=False, timeout=_left(deadline))
+    agent = AgentStore(host, port, world_size, is_master=False, timeout=left(deadline))
     turns = PrefixStore(f"symm/rendezvous/{_restarts()}", agent)
     # Every rank counts its own rendezvous: a second one in the same processes has its own server and key.
     turn = turns.add(f"turn/{rank}", 1)
     key = f"endpoint/{turn}"
     if rank != 0:
         try:
-            turns.wait([key], _left(deadline))
+            turns.wait([key], left(deadline))
         except DistStoreError as error:
             raise DistStoreError(_missing(turns, turn, world_size)) from error
         place, _, number = turns.get(key).decode().rpartition(" ")
-        return _open(place, int(number), rank, world_size, _left(deadline), secret, require_same_user), None
+        return _open(place, int(number), rank, world_size, left(deadline), secret, require_same_user), None
     if require_same_user and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
         # All ranks are on this node, whatever address the agent uses.
         host = "localhost"
@@ -244,7 +244,7 @@ def _beside_agent(
         0,
         world_size,
         is_master=True,
-        timeout=_left(deadline),
+        timeout=left(deadline),
         wait_for_workers=False,
         multi_tenant=False,
         secret=secret,
@@ -269,8 +269,8 @@ def _missing(turns: Store, turn: int, world_size: int) -> str:
     )
 
 
-def _left(deadline: float) -> timedelta:
-    # A store takes 0 for "no limit".
+def left(deadline: float) -> timedelta:
+    """Returns the time until ``deadline`` of ``time.monotonic``, at least 1 ms: a store takes 0 for "no limit"."""
     return timedelta(seconds=max(0.001, deadline - time.monotonic()))
 
 

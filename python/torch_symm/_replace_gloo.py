@@ -180,8 +180,9 @@ class _Exchange:
             self._meeting.delete_key(f"turn of {rank}")
 
     def left(self) -> timedelta:
-        """Returns the time until the deadline, at least 1 ms because a store takes 0 for "no limit"."""
-        return timedelta(seconds=max(0.001, self._deadline - time.monotonic()))
+        from torch_symm._rendezvous import left
+
+        return left(self._deadline)
 
 
 def _able(options: Any) -> str:

@@ -150,7 +150,7 @@ def test_a_drawing_that_cannot_be_written_is_reported(
     def fails(*_: object) -> None:
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda *_: True)
     monkeypatch.setattr(command, "_sections", lambda *_: iter([Section("cpu", {}, [])]))
     monkeypatch.setattr(plot, "draw", fails)
     assert entry.main(["topo", "--plot", str(tmp_path / "host.svg")]) == 1

@@ -251,7 +251,7 @@ def test_outputs_are_checked_before_and_their_failure_keeps_the_result(
         raise OSError("the disk is full")
 
     monkeypatch.setattr(command, "_measured", lambda *given: measured.append(given) or (0, found))
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda *_: True)
     monkeypatch.setattr(plot, "draw", fails)
     file = tmp_path / "file"
     file.touch()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .watch import StalledError, stopped
+from .watch import StalledError, stopped, which
 
 if TYPE_CHECKING:
     from torch.multiprocessing.spawn import ProcessContext
@@ -71,7 +71,7 @@ def reported_in_time(
             return
         halted = stopped(started.processes)
         late = halted or [rank for rank, process in enumerate(started.processes) if process.is_alive()]
-        who = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))} of {len(started.processes)}"
+        who = which(late, len(started.processes))
         raise StalledError(f"no message for {limit_s:g} s: {who} {'stopped' if halted else 'did not end'}")
 
     for message in reported(started, results, expected, counts, watched):

@@ -79,6 +79,11 @@ class Watch:
         return self._limit
 
 
+def which(ranks: Sequence[int], world: int) -> str:
+    """Names some of ``world`` ranks, such as ``ranks 0, 2 of 4``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {world}"
+
+
 def stopped(processes: Sequence[Any]) -> tuple[int, ...]:
     """The ranks whose processes are stopped, by a signal or a debugger."""
     return tuple(rank for rank, process in enumerate(processes) if state(process.pid) in ("T", "t"))

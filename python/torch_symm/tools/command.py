@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib.util
 import json
 import os
 import sys
@@ -76,6 +77,14 @@ def ranks(text: str) -> int:
     if text.isascii() and text.isdigit() and len(text) < 20 and 2 <= int(text) <= MOST_RANKS:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks: a group of one node has 2 to {MOST_RANKS}")
+
+
+def check_plot(parser: Parser, path: Path, endings: Sequence[str]) -> None:
+    """Ends the command before it measures data that it cannot draw to ``path``."""
+    if path.suffix not in endings:
+        parser.error(f"--plot {path}: the name ends in one of {', '.join(endings)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot: needs matplotlib, which is not installed: pip install matplotlib")
 
 
 def counts(text: str) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch_symm.tools.command import Parser, closest, count, overloaded, positive, ranks, whole
+from torch_symm.tools.command import Parser, check_plot, closest, count, overloaded, positive, ranks, whole
 
 from .units import LIMIT_S, format_size, parse_size
 
@@ -239,10 +238,8 @@ def _draw(parser: Parser, given: argparse.Namespace) -> int:
 def _check_outputs(parser: Parser, given: argparse.Namespace) -> None:
     from . import plot
 
-    if given.plot and given.plot.suffix not in plot.ENDINGS:
-        parser.error(f"--plot {given.plot}: the name ends in one of {', '.join(plot.ENDINGS)}")
-    if given.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot: needs matplotlib, which is not installed: pip install matplotlib")
+    if given.plot:
+        check_plot(parser, given.plot, plot.ENDINGS)
     for path in (given.plot, given.csv, given.json and given.json != "-" and Path(given.json)):
         if path and not path.absolute().parent.is_dir():
             parser.error(f"{path}: there is no folder {path.parent}")

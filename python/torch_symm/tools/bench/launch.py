@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from torch_symm.launch import ranks
 from torch_symm.launch.messages import reported
-from torch_symm.launch.watch import Progress, RankActivity, StalledError, Watch, stopped
+from torch_symm.launch.watch import Progress, RankActivity, StalledError, Watch, stopped, which
 
 from . import rank as rank_process
 from .background_load import BackgroundLoad, running
@@ -97,5 +97,4 @@ def _who(doing: RankActivity, halted: Sequence[int], world: int) -> str:
     late = halted or doing.behind
     if not late:
         return f"none of {world} ranks got on"
-    ranks = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
-    return f"{ranks} of {world} {'stopped' if halted else 'did not get on'}"
+    return f"{which(late, world)} {'stopped' if halted else 'did not get on'}"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from torch_symm.tools.command import MOST_RANKS, Parser, ranks
+from torch_symm.tools.command import MOST_RANKS, Parser, check_plot, ranks
 from torch_symm.tools.doctor import devices, library
 from torch_symm.tools.doctor.probe_result import Probed, probe
 from torch_symm.tools.doctor.report import Section, render
@@ -42,12 +41,10 @@ def parser() -> Parser:
 
 def run(parser: Parser, given: argparse.Namespace) -> int:
     """Prints section by section; returns 1 if torch or the native part cannot be loaded."""
-    if given.plot and given.plot.suffix not in plot.ENDINGS:
-        parser.error(f"--plot {given.plot}: the name ends in one of {', '.join(plot.ENDINGS)}")
-    if given.plot and not given.plot.absolute().parent.is_dir():
-        parser.error(f"--plot {given.plot}: there is no folder {given.plot.parent}")
-    if given.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot: needs matplotlib, which is not installed: pip install matplotlib")
+    if given.plot:
+        check_plot(parser, given.plot, plot.ENDINGS)
+        if not given.plot.absolute().parent.is_dir():
+            parser.error(f"--plot {given.plot}: there is no folder {given.plot.parent}")
     probed = probe(given.ranks)
     sections = []
     for section in _sections(probed, given.ranks or max(2, probed.gpus), given.measure):

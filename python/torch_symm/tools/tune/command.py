@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import os
 import shlex
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_symm.tools.bench.units import parse_size
-from torch_symm.tools.command import MOST_RANKS, Parser, check_figures, count, positive
+from torch_symm.tools.command import MOST_RANKS, Parser, check_figures, check_plot, count, positive
 
 from . import measurement_points as sizes
 from .measurement_points import LARGEST, OPS, SMALLEST, Point
 from .report import progress, say, table
 
 if TYPE_CHECKING:
+    from .check import Compared
     from .launch import Launches
 
 SECONDS = 60.0
@@ -125,7 +126,9 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
             print(f"failed: {error}", file=sys.stderr, flush=True)
             status = 1
     if given.plot and "origin" in found:
-        status |= _drawn(found["points"], found["origin"], given.plot)
+        from .check import Compared
+
+        status |= _drawn([Compared(**point) for point in found["points"]], found["origin"], given.plot)
     return status
 
 
@@ -171,10 +174,7 @@ def _check_plot(parser: Parser, path: Path) -> None:
     """Ends the command before it measures data that it cannot draw, and creates the folder of the drawing."""
     from .plot import ENDINGS
 
-    if path.suffix not in ENDINGS:
-        parser.error(f"--plot {path}: the name ends in one of {', '.join(ENDINGS)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot: needs matplotlib, which is not installed: pip install matplotlib")
+    check_plot(parser, path, ENDINGS)
     _make_folder(parser, path)
 
 
@@ -309,22 +309,21 @@ def _draw(parser: Parser, given: argparse.Namespace) -> int:
         parser.error("--draw: say where with --plot")
     try:
         read = json.loads(given.draw.read_text())
-        points = [vars(Compared(**point)) for point in read["points"]]
-        check_figures(value for one in points for name, value in one.items() if name not in ("op", "algorithm"))
+        compared = [Compared(**point) for point in read["points"]]
+        check_figures(value for one in compared for name, value in vars(one).items() if name not in ("op", "algorithm"))
         title = str(read["origin"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         parser.error(f"--draw: {given.draw} holds no check: {error}")
     _check_plot(parser, given.plot)
-    return _drawn(points, title, given.plot)
+    return _drawn(compared, title, given.plot)
 
 
-def _drawn(points: list[dict[str, Any]], title: str, path: Path) -> int:
-    """Draws the points of a check; returns 1 if that failed."""
-    from .check import Compared
+def _drawn(compared: Sequence[Compared], title: str, path: Path) -> int:
+    """Draws a check; returns 1 if that failed."""
     from .plot import draw
 
     try:
-        draw([Compared(**point) for point in points], title, path)
+        draw(compared, title, path)
     except (OSError, ValueError) as error:
         print(f"failed: {error}", file=sys.stderr, flush=True)
         return 1
