@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use symm::coll::call::{CallSpec, Span};
 use symm::coll::cuda::arguments::{CommonArgs, DIRECT_WORD, REPORT_WORDS};
+use symm::coll::cuda::arrival;
 use symm::coll::cuda::launch::{CubeMeshView, Launch, LaunchContext, SymmetricView};
 use symm::coll::cuda::plan::{self, Conditions, CudaPlan, CudaThresholds};
 use symm::coll::cuda::workspace::layout::{ChannelLayout, MAX_RANKS, StagingPass};
@@ -148,9 +149,10 @@ impl Host {
                 memory.units[offset / 16..][..bytes / 16].fill(OLD);
             }
             // `CopyWords`: two words for each rank, then the base.
-            let words = layout.copy_words() / 16;
-            memory.units[words..][..MAX_RANKS / 2].fill(OLD);
-            memory.units[words + MAX_RANKS / 2] = 0xffff_fffd;
+            for words in [layout.copy_words() / 16, layout.arrivals() / 16] {
+                memory.units[words..][..MAX_RANKS / 2].fill(OLD);
+                memory.units[words + MAX_RANKS / 2] = 0xffff_fffd;
+            }
         }
     }
 
@@ -236,6 +238,7 @@ impl Host {
             threads: THREADS,
             common: self.common(me, number),
             symmetric,
+            announces: call.is_some() && self.n > 1,
         }
     }
 
@@ -257,10 +260,19 @@ impl Host {
         self.context(me, number, Some(call)).prepare(call, self.plan(me, call))
     }
 
-    /// Runs `call` as launch `number` of rank `me`.
+    /// Runs `call` as launch `number` of rank `me`. If its kernel has lanes, some ranks first wait
+    /// for the others, in turn, because each rank decides that for itself.
     pub(crate) fn call(&self, me: usize, number: u64, call: &CallSpec<'_>) {
-        if let Some(launch) = self.prepare(me, number, call) {
-            self.run(me, &launch, call.dtype, call.reduce_op);
+        let Some(launch) = self.prepare(me, number, call) else { return };
+        let plan = self.plan(me, call);
+        if self.n == 1 || !plan.has_lanes() || !(me as u64 + number).is_multiple_of(3) {
+            return self.run(me, &launch, call.dtype, call.reduce_op);
+        }
+        let context = self.context(me, number, Some(call));
+        let arrival = arrival::kernel(&context);
+        let launch = LaunchContext { announces: false, ..context }.prepare(call, plan);
+        for launch in [Some(arrival), launch].iter().flatten() {
+            self.run(me, launch, call.dtype, call.reduce_op);
         }
     }
 

@@ -23,6 +23,7 @@ mod heap;
 mod host;
 mod program;
 
+mod arrival;
 mod collectives;
 mod copy_engine;
 mod cube_mesh;

@@ -236,7 +236,7 @@ impl Scene {
             && (!matches!(plan, CudaPlan::Exchange { .. })
                 || any(&call.inputs)
                 || any(&call.outputs));
-        host.is_zero_copy(me, call) && plan.can_be_zero_copy() && moved
+        host.is_zero_copy(me, call) && plan.has_lanes() && moved
     }
 
     fn check(&self, about: &str) {

@@ -217,6 +217,7 @@ impl<'a> Group<'a> {
                     edges,
                     common,
                     symmetric,
+                    announces: true,
                 }
                 .prepare(&device[me], plan)
             })

@@ -60,6 +60,8 @@ pub struct StagingArgs {
     pub chunk_bytes: u32,
     /// Number of blocks in each role.
     pub lanes: u32,
+    /// Offset in the channel of the words in which the kernel announces its rank; 0 if it does not.
+    pub arrivals: u32,
 }
 
 /// `Outgoing` in `staged_roles.cuh`.

@@ -339,20 +339,10 @@ impl<'a> CopyTasks<'a> {
     }
 
     fn sync(&mut self, side: bool, args: CopySyncArgs) {
-        let args = CopySyncArgs {
-            common: self.context.common,
-            words: self.context.layout.copy_words() as u64,
-            ..args
-        };
-        let grid = Grid::new(1, SYNC_THREADS);
+        let words = self.context.layout.copy_words() as u64;
         self.tasks.push(Task::Kernel {
             side,
-            launch: Launch {
-                kernel: &COPY_SYNC,
-                grid,
-                zero_copy: false,
-                args: ArgBytes::of(&args),
-            },
+            launch: sync(self.context, CopySyncArgs { words, ..args }),
         });
     }
 
@@ -372,6 +362,13 @@ impl<'a> CopyTasks<'a> {
         };
         self.tasks.push(Task::Kernel { side: false, launch });
     }
+}
+
+/// Returns the kernel that synchronizes with the peers as `args` says.
+pub(super) fn sync(context: &LaunchContext<'_>, args: CopySyncArgs) -> Launch {
+    let args = CopySyncArgs { common: context.common, ..args };
+    let grid = Grid::new(1, SYNC_THREADS);
+    Launch { kernel: &COPY_SYNC, grid, zero_copy: false, args: ArgBytes::of(&args) }
 }
 
 fn per_rank(spans: &[Span]) -> [Span; MAX_RANKS] {

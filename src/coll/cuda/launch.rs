@@ -88,6 +88,8 @@ pub struct LaunchContext<'a> {
     pub common: CommonArgs,
     /// Symmetric memory of a zero-copy call; `None` if the call is not zero-copy.
     pub symmetric: Option<SymmetricView<'a>>,
+    /// True if the kernel of a staged collective announces this rank ([`super::arrival`]).
+    pub announces: bool,
 }
 
 impl LaunchContext<'_> {
@@ -116,6 +118,7 @@ impl LaunchContext<'_> {
             slot_bytes: self.layout.slot_bytes() as u32,
             chunk_bytes: chunk,
             lanes,
+            arrivals: if self.announces { self.layout.arrivals() as u32 } else { 0 },
         }
     }
 
@@ -131,7 +134,7 @@ impl LaunchContext<'_> {
 
     /// Returns true if `plan` is launched in its zero-copy variant.
     fn handshakes(&self, plan: CudaPlan) -> bool {
-        self.symmetric.is_some() && self.n > 1 && plan.can_be_zero_copy()
+        self.symmetric.is_some() && self.n > 1 && plan.has_lanes()
     }
 
     /// Returns true if peers may load and store `span`; true for an empty span, which no peer

@@ -9,6 +9,7 @@
 pub mod agreement;
 pub mod all_reduce_norm;
 pub mod arguments;
+pub mod arrival;
 pub mod communicator;
 pub mod copy_engine;
 mod cube_mesh;

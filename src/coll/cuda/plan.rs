@@ -88,9 +88,9 @@ impl CudaPlan {
         }
     }
 
-    /// Returns true if the plan's kernel has a zero-copy variant. A group of one rank does not use
-    /// that variant.
-    pub fn can_be_zero_copy(self) -> bool {
+    /// Returns true if the plan's kernel has lanes, and with them many blocks. Such a kernel has a
+    /// zero-copy variant, which a group of one rank does not use.
+    pub fn has_lanes(self) -> bool {
         match self {
             CudaPlan::Exchange { lanes, .. } => lanes > 0,
             CudaPlan::ReduceStaged { .. } | CudaPlan::RsagStaged { .. } => true,

@@ -79,6 +79,9 @@ pub struct CudaThresholds {
     /// Minimum size of a chunk that a copy engine moves: shorter ones cost more to start than to
     /// move.
     pub copy_chunk_bytes: usize,
+    /// Minimum size of a call that waits for all ranks before its kernel starts, if it is meant to
+    /// overlap with computation.
+    pub arrival_bytes: usize,
     /// The group's policy, which decides whether copy engines move long calls.
     pub policy: CtaPolicy,
     /// Maximum number of blocks of a kernel.
@@ -111,6 +114,7 @@ impl CudaThresholds {
             cluster: MAX_CLUSTER,
             copy_engine_bytes: 4 << 20,
             copy_chunk_bytes: 8 << 20,
+            arrival_bytes: 4 << 20,
             policy: CtaPolicy::Default,
             ctas: MAX_CTAS,
         }
@@ -137,11 +141,11 @@ impl CudaThresholds {
     }
 
     /// Length of the encoded thresholds.
-    pub const BYTES: usize = 15 * 8;
+    pub const BYTES: usize = 16 * 8;
 
     /// Returns the thresholds that [`Self::overlaid`] can set, by name, in the order in which they
     /// are encoded.
-    fn named(&mut self) -> [(&'static str, &mut usize); 13] {
+    fn named(&mut self) -> [(&'static str, &mut usize); 14] {
         [
             ("one_shot_bytes", &mut self.one_shot_bytes),
             ("two_shot_bytes", &mut self.two_shot_bytes),
@@ -156,6 +160,7 @@ impl CudaThresholds {
             ("cluster", &mut self.cluster),
             ("copy_engine_bytes", &mut self.copy_engine_bytes),
             ("copy_chunk_bytes", &mut self.copy_chunk_bytes),
+            ("arrival_bytes", &mut self.arrival_bytes),
         ]
     }
 

@@ -17,7 +17,7 @@ use super::plan::{self, Conditions, CudaThresholds};
 use super::workspace::budget;
 use super::workspace::layout::{Channel, ChannelLayout, MAX_RANKS};
 use super::workspace::memory::PeerWorkspaces;
-use super::{all_reduce_norm, cube_mesh, stats};
+use super::{all_reduce_norm, arrival, cube_mesh, stats};
 use crate::coll::call::{Call, CallSpec, Span};
 use crate::coll::describe::Description;
 use crate::control::ControlBlock;
@@ -111,6 +111,8 @@ impl Communicator {
             timeout,
             &[StreamQueue::Collectives],
             |communicator, state, stream, channel, context| {
+                let recorded = channel == Channel::CapturedCollectives;
+                let on = (stream, target.background);
                 for call in calls {
                     state.launched += 1;
                     noted(CallStage::Begins(state.launched));
@@ -138,28 +140,35 @@ impl Communicator {
                     let reachable = |span| communicator.reachable(span);
                     let symmetric =
                         communicator.symmetric(channel, &reachable).filter(|_| zero_copy);
+                    let sum = matches!(plan, plan::CudaPlan::NormRows { .. }).then(|| {
+                        let sum = all_reduce_norm::reduction(call);
+                        let plan = plan::choose(&sum, &communicator.conditions(false));
+                        (sum, plan)
+                    });
+                    let first = sum.as_ref().map_or(plan, |(_, plan)| *plan);
+                    let waits = first.has_lanes()
+                        && context.n > 1
+                        && arrival::waits_first(call, on, recorded, &communicator.tuning);
                     let context = LaunchContext {
                         common: CommonArgs { call: state.launched, ..context.common },
                         symmetric,
+                        announces: context.n > 1 && !waits,
                         ..context
                     };
-                    let sum = if let plan::CudaPlan::NormRows { .. } = plan {
-                        let sum = all_reduce_norm::reduction(call);
-                        let first = plan::choose(&sum, &communicator.conditions(false));
-                        context.prepare(&sum, first).map(|launch| (launch, ReduceOp::Sum))
-                    } else {
-                        None
-                    };
+                    let arrival = waits.then(|| (arrival::kernel(&context), call.reduce_op));
+                    let sum = sum.and_then(|(sum, plan)| context.prepare(&sum, plan));
                     let last = context.prepare(call, plan).map(|launch| (launch, call.reduce_op));
+                    let sum = sum.map(|launch| (launch, ReduceOp::Sum));
+                    let launches = || arrival.iter().chain(&sum).chain(&last);
                     let (kernels, device) = (&mut state.kernels, &communicator.device);
-                    if sum.is_some() {
+                    if launches().count() > 1 {
                         // Loading may wait for the kernels on the device, and the first one waits
                         // for peers.
-                        for (launch, op) in sum.iter().chain(&last) {
+                        for (launch, op) in launches() {
                             kernels.ready(device, launch, call.dtype, *op)?;
                         }
                     }
-                    for (launch, op) in sum.iter().chain(&last) {
+                    for (launch, op) in launches() {
                         kernels.launch(device, launch, call.dtype, *op, stream)?;
                     }
                 }
@@ -261,7 +270,7 @@ impl Communicator {
         let long = worth && call.longest() >= self.tuning.zero_copy_bytes;
         let wanted = long
             && heaps.holds_any(call.inputs.iter().chain(&*call.outputs))
-            && plan::choose(call, &self.conditions(false)).can_be_zero_copy();
+            && plan::choose(call, &self.conditions(false)).has_lanes();
         let agreed = zero_copy::decide(
             &zero_copy::ControlBlockWords { control: &self.control, number, timeout },
             self.control.rank().0,
@@ -294,6 +303,7 @@ impl Communicator {
             threads: self.tuning.threads as u32,
             common,
             symmetric: None,
+            announces: false,
         }
     }
 

@@ -51,6 +51,7 @@ const LL_EPOCHS: usize = 0;
 const FAILED: usize = 768;
 const SENTINEL_EPOCHS: usize = 1024;
 const COPY_WORDS: usize = 1536;
+const ARRIVALS: usize = 1792;
 const HANDSHAKE_EPOCHS: usize = 2048;
 const HANDSHAKE_COUNTS: usize = 3840;
 const WORDS: usize = 4096;
@@ -235,6 +236,12 @@ impl ChannelLayout {
         COPY_WORDS
     }
 
+    /// Returns the offset in the channel of the `CopyWords` that count the ranks' arrivals at calls
+    /// whose kernels have lanes.
+    pub fn arrivals(self) -> usize {
+        ARRIVALS
+    }
+
     /// Returns the size of a slot of a call whose bytes copy engines move: the staging slots of
     /// both passes together, divided into [`COPY_SLOTS`] slots for each source.
     pub fn copy_slot_bytes(self) -> usize {
@@ -338,6 +345,7 @@ mod tests {
                     (FAILED, 4),
                     (layout.sentinel_epochs(), 4 * SENTINEL_BLOCKS),
                     (layout.copy_words(), COPY_WORDS_BYTES),
+                    (layout.arrivals(), COPY_WORDS_BYTES),
                     (layout.handshake_epochs(), 4 * layout.handshake_blocks()),
                     (layout.handshake_counts(), 4 * COUNTS),
                     (layout.words(StagingPass::Scatter), layout.lanes() * LANE_WORDS),

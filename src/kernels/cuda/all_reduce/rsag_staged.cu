@@ -9,6 +9,7 @@
 // Blocks of the kernel: the three roles of a lane are adjacent.
 LANE_KERNEL(rsag_staged, RsagStagedArgs) {
   after_predecessor();
+  announce_arrival(args.common, args.scatter.arrivals);
   const auto [lane, role] = role_of(block(), 3);
   if (role == 0) {
     // step 1 (role 0): send each peer its piece of this rank's input, chunk by chunk

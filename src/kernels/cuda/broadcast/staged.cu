@@ -14,6 +14,7 @@ DEVICE const Unit* entry_of(const Unit* const (&table)[WORLD], u32 rank) {
 // Blocks of the kernel: the three roles of a lane are adjacent.
 LANE_KERNEL(broadcast_staged, RsagStagedArgs) {
   after_predecessor();
+  announce_arrival(args.common, args.scatter.arrivals);
   const auto [lane, role] = role_of(block(), 3);
   const u32 root = args.root;
   const u32 others = all_peers() & ~(1u << root);

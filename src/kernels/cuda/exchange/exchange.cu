@@ -102,6 +102,7 @@ DEVICE bool put_direct(
 // it.
 LANE_KERNEL(exchange, ExchangeArgs) {
   after_predecessor();
+  announce_arrival(args.common, args.staging.arrivals);
   const bool serves_short = block() < args.ll_blocks;
   // step 1: send the short messages, so that their lines arrive while the long ones are moved
   if (serves_short) {

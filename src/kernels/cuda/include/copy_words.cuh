@@ -1,7 +1,8 @@
 // Words of a call whose bytes copy engines move: how many steps each peer has sent and read. A step
 // is one chunk of each message. Each word has one writer. Counts continue from call to call, so
 // that a captured graph can be replayed: a call counts from `base`, and adds its number of steps to
-// `base` at its end.
+// `base` at its end. Other words of this kind count the arrivals at calls whose kernels have lanes:
+// one step for each call.
 #pragma once
 #include "wait.cuh"
 
@@ -15,3 +16,19 @@ struct CopyWords {
 };
 // COPY_WORDS_BYTES in src/coll/cuda/workspace/layout.rs is the same.
 static_assert(sizeof(CopyWords) == 132, "");
+
+// Announces to all peers that this rank has arrived at the call: a peer may wait for that before it
+// starts a kernel with many blocks. One thread of the kernel announces; `words` is the offset of
+// the words in the channel, or 0 if a kernel before this one has done so.
+DEVICE void announce_arrival(const Common& common, u32 words) {
+  if (words == 0 || block() != 0 || thread() != 0) {
+    return;
+  }
+  const auto words_of = [&](u32 r) { return (CopyWords*)(common.peer[r] + words); };
+  const u32 step = load_relaxed(&words_of(RANK)->base) + 1;
+  // After a timeout nothing is posted, as by copy_sync.
+  if (load_relaxed(Wait::failed(common)) == 0) {
+    for_each_peer([&](u32 r) { store_relaxed(&words_of(r)->arrived[RANK], step); });
+  }
+  store_relaxed(&words_of(RANK)->base, step);
+}

@@ -15,8 +15,8 @@
 // A block with a thread that timed out ends without step 2 or 4 of the chunk. Whether one did is
 // decided by a vote, in a barrier that these steps need anyway.
 #pragma once
+#include "copy_words.cuh"
 #include "units.cuh"
-#include "wait.cuh"
 
 // Number of slots of one lane, stage and source.
 #define SLOTS 4u
@@ -49,6 +49,9 @@ struct Staging {
   // (`ChunkOfMessage`).
   u32 chunk_bytes;
   u32 lanes;
+  // Offset in the channel of the `CopyWords` in which the kernel announces its rank; 0 if a kernel
+  // before it has done so.
+  u32 arrivals;
 };
 
 // Lane and role of a block of a staged kernel. Blocks of a lane are adjacent, because a device may

@@ -58,6 +58,7 @@ DEVICE bool sum_direct(const ReduceStagedArgs& args, HandshakeSession& session, 
 // Blocks of the kernel: a lane's sender and receiver are adjacent.
 LANE_KERNEL(reduce_staged, ReduceStagedArgs) {
   after_predecessor();
+  announce_arrival(args.common, args.staging.arrivals);
 #ifdef SYMM_ZERO_COPY
   // step 1, zero-copy: start the handshake; if all inputs are in symmetric memory, the sum is
   // computed here and the call ends

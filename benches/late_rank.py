@@ -1,0 +1,100 @@
+"""Measures how much slower the matmuls of a rank are while its collective waits for a late rank.
+
+    torchrun --nproc-per-node 2 benches/late_rank.py --backends nccl,symm
+
+Rank 0 starts an asynchronous call and then bf16 matmuls, which end before the other ranks start the call. Each backend
+has a group of its own in the same processes, and the backends take turns. With
+SYMM_CUDA_TUNING=arrival_bytes=1000000000000, symm's kernels start before all ranks have arrived. With
+SYMM_ALLOW_SHARED_GPUS=1, two ranks may share a GPU, which NCCL rejects.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+MIB = 1 << 20
+
+
+def matmuls(given: argparse.Namespace) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Enqueues the matmuls; returns events before and after them."""
+    a, b = given.factors
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(given.matmuls):
+        a @ b
+    end.record()
+    return start, end
+
+
+def turn(group: dist.ProcessGroup, call: str, given: argparse.Namespace) -> float:
+    """Returns the milliseconds of rank 0's matmuls while ``call`` waits for the other ranks."""
+    torch.cuda.synchronize()
+    dist.barrier(group=given.host)
+    if dist.get_rank() > 0:
+        time.sleep(given.late_ms / 1e3)
+    tensor = given.tensors[0]
+    if call == "all_reduce":
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+    elif call == "all_gather":
+        work = dist.all_gather_into_tensor(given.tensors[1], tensor, group=group, async_op=True)
+    else:
+        work = dist.reduce_scatter_tensor(tensor, given.tensors[1], group=group, async_op=True)
+    spent = 0.0
+    if dist.get_rank() == 0:
+        # The kernels of the call are on the device before the first matmul.
+        time.sleep(1e-3)
+        begun, (_, end) = time.perf_counter(), matmuls(given)
+        end.synchronize()
+        spent = (time.perf_counter() - begun) * 1e3
+    work.wait()
+    torch.cuda.synchronize()
+    return spent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backends", default="nccl,symm")
+    parser.add_argument("--calls", default="all_reduce,all_gather,reduce_scatter")
+    parser.add_argument("--mib", type=int, default=64)
+    parser.add_argument("--matmuls", type=int, default=12)
+    parser.add_argument("--late-ms", type=float, default=60)
+    parser.add_argument("--turns", type=int, default=7)
+    given = parser.parse_args()
+    device = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
+    torch.cuda.set_device(device)
+    dist.init_process_group("gloo")
+    given.host = dist.group.WORLD
+    size = dist.get_world_size()
+    bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
+    given.tensors = [torch.zeros(given.mib * MIB // 2 * parts, **bf16) for parts in (1, size)]
+    given.factors = [torch.randn(n, k, **bf16) for n, k in ((8192, 4096), (4096, 8192))]
+    groups = {backend: dist.new_group(backend=backend) for backend in given.backends.split(",")}
+    alone = []
+    for number in range(given.turns + 1):
+        if dist.get_rank() == 0:
+            start, end = matmuls(given)
+            end.synchronize()
+            alone += [start.elapsed_time(end)] if number else []
+        dist.barrier(group=given.host)
+    if dist.get_rank() == 0:
+        print(f"{given.matmuls} matmuls without a call: {statistics.median(alone):.2f} ms", flush=True)
+    for call in given.calls.split(","):
+        spent: dict[str, list[float]] = {side: [] for side in groups}
+        for number in range(given.turns + 1):
+            for side, group in groups.items():
+                ms = turn(group, call, given)
+                spent[side] += [ms] if number else []
+        if dist.get_rank() == 0:
+            cells = ", ".join(f"{side} {statistics.median(all_ms):.2f} ms" for side, all_ms in spent.items())
+            print(f"{call} of {given.mib} MiB, ranks {given.late_ms:g} ms late: {cells}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
