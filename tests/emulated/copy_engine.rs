@@ -249,6 +249,25 @@ fn p1_a_rank_that_never_comes_is_named_and_nothing_is_summed() {
     }
 }
 
+/// Rank 1 pushes its message to rank 0's output, once rank 0 has arrived; it never does.
+#[test]
+fn a_rank_that_times_out_writes_to_no_peer() {
+    for repairs in [false, true] {
+        let mut host = host(2);
+        host.timeout = Duration::from_millis(300);
+        let case = case(Collective::AllGather, DType::U8, 3000);
+        let tensors = [0, 1].map(|me| case.tensors(me, 2, 1));
+        let (theirs, call) = (case.call(&tensors[0]), case.call(&tensors[1]));
+        let (input, output) = (theirs.inputs[0].addr as u64, theirs.outputs[0].addr as u64);
+        let peer = DirectPeer { rank: 0, pull: Some(input), push: Some(output), repairs };
+        run(&host, 1, 5, &call, Some(&[peer]));
+        host.assert_names(1, 5, 0);
+        for i in 0..2 {
+            assert!(tensors[0].output(i).iter().all(|&byte| byte == 0xEE), "rank 0's output {i}");
+        }
+    }
+}
+
 /// Counts that are about to wrap, as after about four billion steps.
 #[test]
 fn counts_wrap() {

@@ -321,6 +321,20 @@ pub struct CopySumArgs {
     pub bytes: u64,
 }
 
+/// `CopyPushArgs` in `copy_engine/push.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct CopyPushArgs {
+    /// Arguments that every kernel has.
+    pub common: CommonArgs,
+    /// The message.
+    pub from: u64,
+    /// Its destination on the peer.
+    pub to: u64,
+    /// Length of the message.
+    pub bytes: u64,
+}
+
 /// Maximum number of ranks in a group whose ranks signal each other.
 pub const MAX_PEERS: usize = 8;
 
@@ -412,5 +426,6 @@ const _: () = {
     assert!(size_of::<CubeMeshArgs>() == 240);
     assert!(size_of::<NormArgs>() == 264);
     assert!(size_of::<CopySyncArgs>() == 192 && size_of::<CopySumArgs>() == 304);
+    assert!(size_of::<CopyPushArgs>() == 184);
     assert!(size_of::<SignalArgs>() == 8 * MAX_PEERS + 40);
 };

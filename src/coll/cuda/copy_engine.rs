@@ -9,8 +9,8 @@
 //!   gather earlier than another does not know the other rank's tensors: it pulls from where it
 //!   expects them. If they are elsewhere, the later rank, which knows both, pushes its message.
 
-use super::arguments::{ArgBytes, CopySumArgs, CopySyncArgs, PerRank};
-use super::kernel_spec::{COPY_SUM, COPY_SYNC};
+use super::arguments::{ArgBytes, CopyPushArgs, CopySumArgs, CopySyncArgs, PerRank};
+use super::kernel_spec::{COPY_PUSH, COPY_SUM, COPY_SYNC, KernelSpec};
 use super::launch::{Launch, LaunchContext, THREADS};
 use super::tuning::CudaThresholds;
 use super::workspace::layout::{COPY_SLOTS, MAX_RANKS, UNIT};
@@ -230,7 +230,7 @@ impl<'a> CopyTasks<'a> {
         let push = |tasks: &mut Self, repairs: bool| {
             for peer in peers.iter().filter(|peer| peer.repairs == repairs) {
                 if let Some(output) = peer.push {
-                    tasks.copy(false, output + offset, own.addr as u64, outputs[me].bytes);
+                    tasks.push(output + offset, own.addr as u64, outputs[me].bytes);
                 }
             }
         };
@@ -352,14 +352,24 @@ impl<'a> CopyTasks<'a> {
         }
         let common = self.context.common;
         let args = CopySumArgs { common, from, to: to.addr as u64, bytes: to.bytes as u64 };
-        let blocks = (to.bytes.div_ceil(UNIT * THREADS as usize) as u32)
-            .min(self.tuning.lanes.min(self.tuning.ctas) as u32);
-        let launch = Launch {
-            kernel: &COPY_SUM,
-            grid: Grid::new(blocks, THREADS),
-            zero_copy: false,
-            args: ArgBytes::of(&args),
-        };
+        self.wide(&COPY_SUM, to.bytes, ArgBytes::of(&args));
+    }
+
+    /// Adds a kernel that copies a message to a peer's tensor unless the call has timed out.
+    fn push(&mut self, to: u64, from: u64, bytes: usize) {
+        if bytes > 0 {
+            let args = CopyPushArgs { common: self.context.common, from, to, bytes: bytes as u64 };
+            self.wide(&COPY_PUSH, bytes, ArgBytes::of(&args));
+        }
+    }
+
+    /// Adds a kernel on the call's stream that has a thread for each unit of `bytes`, up to the
+    /// maximum number of blocks.
+    fn wide(&mut self, kernel: &'static KernelSpec, bytes: usize, args: ArgBytes) {
+        let most = self.tuning.lanes.min(self.tuning.ctas);
+        let blocks = bytes.div_ceil(UNIT * THREADS as usize).min(most) as u32;
+        let grid = Grid::new(blocks, THREADS);
+        let launch = Launch { kernel, grid, zero_copy: false, args };
         self.tasks.push(Task::Kernel { side: false, launch });
     }
 }

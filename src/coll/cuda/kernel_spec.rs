@@ -64,9 +64,11 @@ pub static NORM_ROWS: KernelSpec = KernelSpec::new("norm/rows", "norm_rows");
 pub static COPY_SYNC: KernelSpec = KernelSpec::new("copy_engine/sync", "copy_sync").untyped();
 /// Sum of the chunks that copy engines have copied here.
 pub static COPY_SUM: KernelSpec = KernelSpec::new("copy_engine/sum", "copy_sum");
+/// A message that this rank copies to a peer's tensor.
+pub static COPY_PUSH: KernelSpec = KernelSpec::new("copy_engine/push", "copy_push").untyped();
 
 /// Every kernel that collectives launch.
-pub static KERNELS: [&KernelSpec; 14] = [
+pub static KERNELS: [&KernelSpec; 15] = [
     &EXCHANGE,
     &EXCHANGE_LOW_LATENCY,
     &TRANSFERS,
@@ -81,4 +83,5 @@ pub static KERNELS: [&KernelSpec; 14] = [
     &NORM_ROWS,
     &COPY_SYNC,
     &COPY_SUM,
+    &COPY_PUSH,
 ];
