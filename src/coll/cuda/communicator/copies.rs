@@ -48,9 +48,8 @@ impl CopyStreams {
         })
     }
 
-    /// Keeps `pins` until `stream` has completed the work that is enqueued so far; if that work is
-    /// `captured`, as long as the group lives.
-    fn keep(&mut self, pins: Vec<SegmentPin>, stream: Stream, captured: bool) -> Result<()> {
+    /// Drops the pins of pulls that have ended.
+    pub(super) fn unpin(&mut self) -> Result<()> {
         if !self.pulled.is_empty() {
             let _relaxed = RelaxedCapture::begin()?;
             while let Some((event, _)) = self.pulled.front()
@@ -59,6 +58,17 @@ impl CopyStreams {
                 self.pulled.pop_front();
             }
         }
+        Ok(())
+    }
+
+    /// Drops the pins of all eager pulls, which have ended.
+    pub(super) fn unpin_all(&mut self) {
+        self.pulled.clear();
+    }
+
+    /// Keeps `pins` until `stream` has completed the work that is enqueued so far; if that work is
+    /// `captured`, as long as the group lives.
+    fn keep(&mut self, pins: Vec<SegmentPin>, stream: Stream, captured: bool) -> Result<()> {
         if pins.is_empty() {
             return Ok(());
         }
@@ -234,9 +244,36 @@ impl Communicator {
         }
         let capture = stream.capture()?;
         let copies = state.copies.free(capture)?;
+        let unknown = |rank: usize| {
+            direct.is_some() && !decision.earlier.iter().any(|(earlier, _)| earlier.index() == rank)
+        };
+        let pins = offer.expected.into_iter().enumerate().filter(|&(rank, _)| unknown(rank));
+        let pins = pins.filter_map(|(_, expected)| expected?.1).collect();
+        let enqueued = self.enqueue_tasks(state, call, tasks, stream, copies);
+        if enqueued.is_err() && capture.is_none() {
+            // The copies that are already enqueued run. The call's stream waits for them, so that
+            // the release of the workspace, which waits for this stream, follows them.
+            let joined = &state.copies.ends[0][1];
+            _ = joined.record(copies).and_then(|()| stream.wait(joined));
+        }
+        // Also after an error, because a pull may have been enqueued.
+        let kept = state.copies.keep(pins, stream, capture.is_some());
+        enqueued.and(kept)
+    }
+
+    /// Enqueues `tasks` of `call` on `stream` and, for copies at its side, on `copies`.
+    fn enqueue_tasks(
+        &self,
+        state: &mut CommunicatorState,
+        call: &CallSpec<'_>,
+        tasks: Vec<Task>,
+        stream: Stream,
+        copies: Stream,
+    ) -> Result<()> {
+        let captured = usize::from(stream.capture()?.is_some());
         for task in tasks {
             let on = |side: bool| if side { copies } else { stream };
-            let [forked, joined] = &state.copies.ends[usize::from(capture.is_some())];
+            let [forked, joined] = &state.copies.ends[captured];
             match task {
                 Task::Kernel { side, launch } => state.kernels.launch(
                     &self.device,
@@ -256,12 +293,7 @@ impl Communicator {
                 }
             }
         }
-        let unknown = |rank: usize| {
-            direct.is_some() && !decision.earlier.iter().any(|(earlier, _)| earlier.index() == rank)
-        };
-        let pins = offer.expected.into_iter().enumerate().filter(|&(rank, _)| unknown(rank));
-        let pins = pins.filter_map(|(_, expected)| expected?.1).collect();
-        state.copies.keep(pins, stream, capture.is_some())
+        Ok(())
     }
 }
 

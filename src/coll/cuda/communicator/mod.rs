@@ -331,6 +331,7 @@ impl Communicator {
         if state.closed {
             return Err(self.control.destroyed());
         }
+        state.copies.unpin()?;
         let capture = stream.capture()?;
         state.recorded |= capture.is_some();
         let channel = Channel::of(capture.is_some(), queues != [StreamQueue::Collectives]);
@@ -409,6 +410,7 @@ impl Communicator {
         if !pass(&events, KERNEL_ABORT_TIMEOUT) {
             return;
         }
+        lock(&self.state).copies.unpin_all();
         self.memory.release_dead(rank);
         if let Some((memory, _)) = self.edges.as_ref().and_then(|edges| edges.apart.as_ref()) {
             memory.release_dead(rank);
