@@ -347,8 +347,7 @@ impl Communicator {
             }
         }
         let mut outcome = body(self, &mut state, stream, channel, self.context(channel, timeout));
-        let stream_of_its_own = matches!(queues, [StreamQueue::Sends] | [StreamQueue::Receives]);
-        if outcome.is_ok() && target.background && !stream_of_its_own {
+        if outcome.is_ok() && target.background {
             // The event is recorded now, not when a later call of this queue uses another stream.
             // By then this stream may also have calls of other queues, which wait for other ranks.
             for &queue in queues {

@@ -119,6 +119,8 @@ mod tests {
         Batch(usize),
         Send(usize),
         Receive(usize),
+        /// The sends of a block that also has collectives, on the group's stream like `Async`.
+        SendInBlock(usize),
     }
 
     /// Model of a device: the calls after which each stream, and the event of each queue, is
@@ -148,6 +150,7 @@ mod tests {
                 }
                 StreamCall::Send(from) => (from, SENDS, &[StreamQueue::Sends]),
                 StreamCall::Receive(from) => (from, RECEIVES, &[StreamQueue::Receives]),
+                StreamCall::SendInBlock(from) => (from, OWN, &[StreamQueue::Sends]),
             };
             let before = self.streams[from].clone();
             self.streams[stream].extend(before);
@@ -167,8 +170,8 @@ mod tests {
             let after = self.streams[stream].clone();
             self.streams[stream].insert(number);
             for &queue in queues {
-                if stream == OWN {
-                    self.events[slot(queue, None)] = self.streams[OWN].clone();
+                if stream >= PROGRAM {
+                    self.events[slot(queue, None)] = self.streams[stream].clone();
                     order.mark(queue, None);
                 }
                 self.exact[slot(queue, None)] = &exact | &BTreeSet::from([number]);
@@ -184,7 +187,8 @@ mod tests {
         let transfer = prop_oneof![
             from().prop_map(StreamCall::Batch),
             from().prop_map(StreamCall::Send),
-            from().prop_map(StreamCall::Receive)
+            from().prop_map(StreamCall::Receive),
+            from().prop_map(StreamCall::SendInBlock)
         ];
         prop::collection::vec(prop_oneof![collective, transfer], 1..40)
     }
