@@ -77,6 +77,8 @@ struct MessageRecord {
     /// words are being written.
     number: AtomicU64,
     bytes: AtomicU64,
+    /// The code of a `Channel`.
+    channel: AtomicU64,
 }
 
 const _: () = assert!(size_of::<LaunchLog>() <= LAUNCH_LOG_BYTES);
@@ -94,6 +96,11 @@ impl LaunchRecord {
         let description = Description::of(call);
         Self { description, fingerprint: description.fingerprint(call), channel: channel as u64 }
     }
+}
+
+/// Returns how calls on the channel with this code run, for error messages.
+fn channel_name(code: u64) -> &'static str {
+    Channel::ALL.get(code as usize).map_or("on an unknown channel", |channel| channel.name())
 }
 
 fn launch_log(control: &ControlBlock, rank: Rank) -> &LaunchLog {
@@ -195,18 +202,13 @@ pub fn compare(
             return Err(control.fail(Error::mismatch(text)));
         }
         if other.channel != record.channel {
-            let name = |channel: u64| {
-                Channel::ALL
-                    .get(channel as usize)
-                    .map_or("on an unknown channel", |channel| channel.name())
-            };
             let (mine, theirs) = (control.describe(control.rank()), control.describe(peer));
             let text = format!(
                 "{mine} called {} {} and {theirs} {}, as CUDA collective #{number} of \
                  group \"{}\"; all ranks must do alike",
                 record.description,
-                name(record.channel),
-                name(other.channel),
+                channel_name(record.channel),
+                channel_name(other.channel),
                 control.name()
             );
             return Err(control.fail(Error::mismatch(text)));
@@ -276,12 +278,15 @@ pub struct MessageLaunch {
     pub number: u64,
     /// Length of the message.
     pub bytes: u64,
+    /// The channel of this end.
+    pub channel: Channel,
 }
 
 /// Records `transfer`, and compares it with its other end if that has been launched. Fails the
-/// group if the lengths differ, because the two ends would count different numbers of chunks.
+/// group if the lengths differ, because the two ends would count different numbers of chunks, or if
+/// the channels differ, because one end would receive another message on its channel.
 pub fn compare_transfer(control: &ControlBlock, transfer: MessageLaunch) -> Result<()> {
-    let MessageLaunch { send, peer, number, bytes } = transfer;
+    let MessageLaunch { send, peer, number, bytes, channel } = transfer;
     let me = control.rank();
     let (own, other) = (launch_log(control, me), launch_log(control, peer));
     let place = number as usize % MESSAGE_RECORDS;
@@ -293,6 +298,7 @@ pub fn compare_transfer(control: &ControlBlock, transfer: MessageLaunch) -> Resu
     mine.number.store(0, Ordering::Relaxed);
     fence(Ordering::Release);
     mine.bytes.store(bytes, Ordering::Relaxed);
+    mine.channel.store(channel as u64, Ordering::Relaxed);
     mine.number.store(number, Ordering::Release);
     // If both ends are recorded at the same time, at least one reads the other's record.
     fence(Ordering::SeqCst);
@@ -300,17 +306,23 @@ pub fn compare_transfer(control: &ControlBlock, transfer: MessageLaunch) -> Resu
         return Ok(());
     }
     let found = theirs.bytes.load(Ordering::Relaxed);
+    let their_channel = theirs.channel.load(Ordering::Relaxed);
     fence(Ordering::Acquire);
-    if theirs.number.load(Ordering::Relaxed) != number || found == bytes {
+    let same = (found, their_channel) == (bytes, channel as u64);
+    if theirs.number.load(Ordering::Relaxed) != number || same {
         return Ok(());
     }
     let (from, to) = if send { (me, peer) } else { (peer, me) };
     let (sent, expected) = if send { (bytes, found) } else { (found, bytes) };
     let (from, to, group) = (control.describe(from), control.describe(to), control.name());
-    let text = format!(
-        "{from} sends {sent} bytes to {to}, which expects {expected}, as CUDA message #{number} \
-         between them in group \"{group}\""
-    );
+    let what = format!("CUDA message #{number} between them in group \"{group}\"");
+    let text = if their_channel == channel as u64 {
+        format!("{from} sends {sent} bytes to {to}, which expects {expected}, as {what}")
+    } else {
+        let (mine, theirs) = (channel.name(), channel_name(their_channel));
+        let (sends, receives) = if send { (mine, theirs) } else { (theirs, mine) };
+        format!("{from} sends {what} {sends}, {to} receives it {receives}")
+    };
     Err(control.fail(Error::mismatch(text)))
 }
 

@@ -209,7 +209,7 @@ impl Communicator {
                     let (peer, bytes) = (Rank(rank as u32), span.bytes as u64);
                     launch_log::compare_transfer(
                         &communicator.control,
-                        MessageLaunch { send, peer, number: *number, bytes },
+                        MessageLaunch { send, peer, number: *number, bytes, channel },
                     )?;
                 }
             }

@@ -18,7 +18,8 @@ pub(crate) fn sum(bytes: usize) -> CallSpec<'static> {
 
 /// The launch of rank 0's send to rank 1, or of rank 1's receive.
 fn end(send: bool, number: u64, bytes: u64) -> MessageLaunch {
-    MessageLaunch { send, peer: Rank(u32::from(send)), number, bytes }
+    let peer = Rank(u32::from(send));
+    MessageLaunch { send, peer, number, bytes, channel: Channel::Transfers }
 }
 
 #[test]
@@ -101,6 +102,18 @@ fn both_ends_of_a_message_are_compared_whoever_comes_first() {
             &["sends 8 bytes", "expects 12, as CUDA message #41"],
         );
     }
+}
+
+// proves P7
+#[test]
+fn ends_of_a_message_that_disagree_on_recording_are_told() {
+    let [one, two] = controls();
+    compare_transfer(&one, end(true, 1, 8)).expect("alone so far");
+    let recorded = MessageLaunch { channel: Channel::CapturedTransfers, ..end(false, 1, 8) };
+    let error = compare_transfer(&two, recorded).expect_err("on another channel");
+    let sends = "sends CUDA message #1 between them in group \"test\" to run at once";
+    let receives = "receives it to be recorded into a graph";
+    error.assert_says(ErrorKind::Mismatch, &["rank 0 ", sends, "rank 1 ", receives]);
 }
 
 #[test]
