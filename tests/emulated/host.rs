@@ -236,6 +236,7 @@ impl Host {
             layout: &self.layout,
             edges: self.edges(me),
             threads: THREADS,
+            ctas: self.tuning.ctas,
             common: self.common(me, number),
             symmetric,
             announces: call.is_some() && self.n > 1,

@@ -214,6 +214,7 @@ impl<'a> Group<'a> {
                     n: self.n,
                     layout: &layout,
                     threads: 128,
+                    ctas: self.tuning.ctas,
                     edges,
                     common,
                     symmetric,

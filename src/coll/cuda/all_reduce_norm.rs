@@ -24,16 +24,17 @@ pub(super) fn one_shot(
     if n == 1 || norm.row_bytes() * norm.rows > tuning.one_shot_bytes {
         return None;
     }
+    let most = tuning.blocks.min(tuning.ctas);
     let groups = norm.hidden / GROUP;
     // As many blocks as are available share a row. Each of them needs a group of the row, because
     // every block must receive from every peer.
     let shared = |&cluster: &usize| {
         let threads = threads(norm, cluster);
-        cluster == 1 || (cluster * norm.rows <= tuning.blocks && (cluster - 1) * threads < groups)
+        cluster == 1 || (cluster * norm.rows <= most && (cluster - 1) * threads < groups)
     };
     let cluster =
         [8, 4, 2, 1].into_iter().filter(|&cluster| cluster <= tuning.cluster).find(shared)?;
-    let (clusters, threads) = (norm.rows.min(tuning.blocks / cluster), threads(norm, cluster));
+    let (clusters, threads) = (norm.rows.min(most / cluster), threads(norm, cluster));
     let units_of_row =
         groups.div_ceil(cluster * threads) * threads * (norm.row_bytes() / groups / UNIT);
     let fits = norm.rows.div_ceil(clusters) * units_of_row <= layout.sentinel_units();
@@ -41,8 +42,8 @@ pub(super) fn one_shot(
 }
 
 /// Returns the number of blocks of the kernel that normalises `rows` rows which have been summed.
-pub(super) fn rows_blocks(rows: usize) -> u32 {
-    rows.min(ROWS_BLOCKS) as u32
+pub(super) fn rows_blocks(rows: usize, tuning: &CudaThresholds) -> u32 {
+    rows.min(ROWS_BLOCKS).min(tuning.ctas) as u32
 }
 
 /// Returns the all-reduce of `call` that precedes the norm. Its output is where the normalised rows
@@ -131,6 +132,14 @@ mod tests {
             plan(&call(DType::BF16, 65, 8192, 0.0, Normed::Same)),
             CudaPlan::NormRows { blocks: 65 }
         );
+        let few = CudaThresholds { ctas: 8, ..CudaThresholds::of(2) };
+        let limited = Conditions { tuning: &few, ..conditions };
+        for (rows, expected) in [(8, one_shot(8, 1)), (64, CudaPlan::NormRows { blocks: 8 })] {
+            assert_eq!(
+                choose(&call(DType::BF16, rows, 8192, 0.0, Normed::Same), &limited),
+                expected
+            );
+        }
         let mesh = Conditions { cube_mesh: true, ..conditions };
         assert!(matches!(
             choose(&call(DType::BF16, 1, 8192, 0.0, Normed::Same), &mesh),

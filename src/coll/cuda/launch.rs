@@ -84,6 +84,8 @@ pub struct LaunchContext<'a> {
     pub edges: Option<CubeMeshView<'a>>,
     /// Number of threads in a block of a lane.
     pub threads: u32,
+    /// Maximum number of blocks of a kernel.
+    pub ctas: usize,
     /// Arguments that every kernel has.
     pub common: CommonArgs,
     /// Symmetric memory of a zero-copy call; `None` if the call is not zero-copy.
@@ -484,7 +486,7 @@ impl LaunchContext<'_> {
         // This rank's message to itself may be longer than the others; more blocks then copy it.
         let keeping = out.bytes[self.me]
             .div_ceil((LL_UNITS * UNIT) as u64)
-            .min(self.layout.lanes() as u64) as u32;
+            .min(self.layout.lanes().min(self.ctas) as u64) as u32;
         let (kernel, grid) = match lanes {
             0 => (&EXCHANGE_LOW_LATENCY, Grid::new(ll_blocks.max(keeping), THREADS)),
             _ => (

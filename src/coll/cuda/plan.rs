@@ -266,7 +266,7 @@ fn rows(call: &CallSpec, conditions: &Conditions<'_>) -> CudaPlan {
     let on_edges = cube_mesh && norm.row_bytes() * norm.rows <= CUBE_MESH_BYTES;
     match all_reduce_norm::one_shot(&norm, n, layout, tuning).filter(|_| !on_edges) {
         Some((blocks, cluster)) => CudaPlan::NormOneShot { blocks, cluster },
-        None => CudaPlan::NormRows { blocks: all_reduce_norm::rows_blocks(norm.rows) },
+        None => CudaPlan::NormRows { blocks: all_reduce_norm::rows_blocks(norm.rows, tuning) },
     }
 }
 

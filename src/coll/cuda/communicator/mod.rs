@@ -301,6 +301,7 @@ impl Communicator {
             layout: &self.layout,
             edges,
             threads: self.tuning.threads as u32,
+            ctas: self.tuning.ctas,
             common,
             symmetric: None,
             announces: false,
