@@ -32,6 +32,8 @@ enum Item {
     Failed(ModelOp, usize),
     /// Replays the graph with this number.
     Replay(usize),
+    /// Records a call into a further graph, which is not replayed.
+    Record(ModelOp),
 }
 
 /// A call of one rank.
@@ -344,11 +346,16 @@ fn run(
         .enumerate()
         .map(|(graph, ops)| ops.iter().map(|&op| calls(op, graph as u64 + 1, None)).collect())
         .collect();
+    let mut captures = graphs.len() as u64;
     for &item in program {
         match item {
             Item::Eager(op) => all.push(calls(op, 0, None)),
             Item::Failed(op, from) => all.push(calls(op, 0, Some(from))),
             Item::Replay(graph) => all.extend(graphs[graph].iter().cloned()),
+            Item::Record(op) => {
+                captures += 1;
+                calls(op, captures, None);
+            }
         }
     }
     Run { n, calls: &all, words: HashMap::new(), accesses: HashMap::new() }.check()
@@ -413,6 +420,18 @@ fn a_call_may_fail_at_any_step() {
                 run(3, MIB, &[], &program, as_it_is)
                     .unwrap_or_else(|race| panic!("{race}: {program:?}"));
             }
+        }
+    }
+}
+
+#[test]
+fn a_recorded_call_leaves_the_barrier_after_a_failure_to_the_next_eager_call() {
+    use Item::{Eager, Failed, Record};
+    for op in [ModelOp::Gather, ModelOp::Scatter(1)] {
+        for rest in programs(&[Eager(ModelOp::Gather), Eager(op), Record(ModelOp::Scatter(0))], 3) {
+            let program = [&[Eager(op), Eager(op), Failed(op, 0)], rest.as_slice()].concat();
+            run(2, MIB, &[], &program, as_it_is)
+                .unwrap_or_else(|race| panic!("{race}: {program:?}"));
         }
     }
 }

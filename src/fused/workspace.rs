@@ -98,7 +98,9 @@ impl Workspace {
         let recorded = capture != 0;
         self.in_graphs |= recorded;
         let first = recorded && std::mem::replace(&mut self.capture, capture) != capture;
-        let entry = std::mem::take(&mut self.failed) || first || self.pieces == 1;
+        let entry = self.failed || first || self.pieces == 1;
+        // The barrier of a recorded call runs only when its graph is replayed.
+        self.failed &= recorded;
         let (calls, own) = if recorded { (&mut self.recorded, 2) } else { (&mut self.eager, 0) };
         *calls += 1;
         let piece = if self.pieces == 1 { 0 } else { own + *calls % 2 };
