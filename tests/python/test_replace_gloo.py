@@ -390,7 +390,7 @@ def made_by_hand(rank: int, world: int) -> None:
 
 def test_a_group_made_by_hand() -> None:
     run_ranks(made_by_hand, 2, backend=None)
-    with pytest.raises(ValueError, match="timeout must be from 0"):
+    with pytest.raises(ValueError, match="timeout must be more than 0"):
         torch_symm.ProcessGroupSymm(dist.HashStore(), 0, 1, timeout=-1)
 
 

@@ -37,14 +37,16 @@ using Timeout = std::variant<double, std::chrono::milliseconds>;
 
 std::chrono::milliseconds milliseconds_of(const Timeout& timeout) {
   if (const auto* given = std::get_if<std::chrono::milliseconds>(&timeout)) {
+    TORCH_CHECK_VALUE(
+        given->count() > 0, "timeout must be more than 0 seconds, not ", given->count() * 1e-3);
     return *given;
   }
   const double seconds = std::get<double>(timeout);
   // A year, because a longer deadline overflows some clocks. NaN fails both comparisons.
   constexpr double kLongest = 365.0 * 24 * 3600;
   TORCH_CHECK_VALUE(
-      seconds >= 0 && seconds <= kLongest, "timeout must be from 0 to ", kLongest, " seconds, not ",
-      seconds);
+      seconds > 0 && seconds <= kLongest, "timeout must be more than 0 and at most ", kLongest,
+      " seconds, not ", seconds);
   return std::chrono::milliseconds(std::llround(seconds * 1000));
 }
 
@@ -150,7 +152,12 @@ void bind(py::module_ module) {
           [](ProcessGroupSymm& self) {
             return c10::static_intrusive_pointer_cast<Options>(self.getBackendOptions());
           })
-      .def("_set_default_timeout", &ProcessGroupSymm::setTimeout, py::arg("timeout"))
+      .def(
+          "_set_default_timeout",
+          [](ProcessGroupSymm& self, const Timeout& timeout) {
+            self.setTimeout(milliseconds_of(timeout));
+          },
+          py::arg("timeout"))
       // Does nothing: torch calls it on ranks outside a new group, because NCCL's split is
       // collective; ours involves only the new members.
       .def(
