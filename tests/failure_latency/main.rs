@@ -2,13 +2,10 @@
 //! one test at a time, so that no other test delays it.
 #![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
 
-#[path = "../process/mod.rs"]
-mod process;
 #[path = "../ranks/threads.rs"]
 mod threads;
 
 mod calls;
-mod rank_death;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

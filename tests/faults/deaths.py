@@ -259,6 +259,7 @@ row("killed in 64 MB", LARGE, inside=True, count=16 << 20)
 row("killed, child lives", CHILD, inside=True, count=16 << 20, child="child")
 row("killed in 4 KB", OTHER, inside=True, count=1 << 10)
 row("killed rank 0", OTHER, inside=True, count=16 << 20, victim=0)
+row("killed in 160 KB", OTHER, inside=True, count=40_000, victim=2)
 row("killed with async work", OTHER, inside=True, count=16 << 20, wait="asynchronous all_reduce")
 for _end in tuple(ENDS)[1:-1]:
     row(_end, OTHER, end=_end)
