@@ -145,8 +145,11 @@ time.sleep(60)
 
 
 def test_a_socket_in_the_file_system(tmp_path: Path) -> None:
+    path = tmp_path / "sock et"
     store, _, _ = meet(f"symm://{tmp_path}/sock%20et", 0, 1)
-    assert store.host == f"unix:{tmp_path}/sock et" and (tmp_path / "sock et").exists()
+    assert store.host == f"unix:{path}" and path.exists()
+    del store
+    assert not path.exists()
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -343,32 +343,6 @@ fn a_wait_hears_of_a_key_soon_and_names_it_when_it_does_not_come() {
 }
 
 #[test]
-fn threads_add_up_through_one_store_and_through_several_while_another_waits() {
-    let (_folder, path) = place();
-    let shared = FileStore::open(&path, 1).unwrap();
-    std::thread::scope(|scope| {
-        let waiter = scope.spawn(|| shared.queue_pop("q", None).unwrap());
-        let adders = [0, 1, 2, 3].map(|thread| {
-            let store =
-                if thread % 2 == 0 { shared.clone() } else { FileStore::open(&path, 1).unwrap() };
-            scope.spawn(move || {
-                let key = format!("{thread}");
-                for index in 0..500 {
-                    assert!(store.add("n", 1).unwrap() > 0);
-                    store.set(&key, &[index as u8]).unwrap();
-                    assert_eq!(store.get(&key, None).unwrap(), [index as u8][..]);
-                }
-            })
-        });
-        adders.into_iter().for_each(|adder| adder.join().unwrap());
-        assert!(!waiter.is_finished());
-        shared.queue_push("q", b"end").unwrap();
-        assert_eq!(waiter.join().unwrap(), b"end"[..]);
-    });
-    assert_eq!(shared.add("n", 0).unwrap(), 2000);
-}
-
-#[test]
 fn users_who_come_and_go_at_once_never_meet_a_removed_file() {
     let (_folder, path) = place();
     std::thread::scope(|scope| {

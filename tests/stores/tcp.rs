@@ -9,27 +9,10 @@ use crate::programs::answer_as_one_store;
 use std::thread;
 use std::time::{Duration, Instant};
 use symm::error::ErrorKind;
-use symm::rank::Rank;
 use symm::store::Store;
 use symm::store::memory::MemoryStore;
 use symm::store::prefix::PrefixStore;
-use symm::store::tcp::{TcpOptions, TcpStore};
-
-#[test]
-fn all_kinds_of_addresses_serve() {
-    let path = std::env::temp_dir().join(format!("symm-tcp-{}", std::process::id()));
-    let unix = format!("unix:{}", path.display());
-    let hidden = format!("unix:@symm-tcp-{}", std::process::id());
-    for host in ["127.0.0.1", "localhost", "::1", "[::1]", &unix, &hidden] {
-        for secret in [None, Some("secret")] {
-            let store = master(host, secret);
-            let other = client(&store, secret);
-            store.set("key", b"value").unwrap();
-            assert_eq!(other.get("key", Some(LONG)).unwrap(), &b"value"[..], "{host}");
-        }
-    }
-    assert!(!path.exists());
-}
+use symm::store::tcp::TcpOptions;
 
 #[test]
 fn at_loopback_without_a_secret_a_unix_socket_can_take_the_ports_place() {
@@ -74,103 +57,6 @@ fn large_values_pass_and_too_large_ones_are_refused_by_the_sender() {
     assert!(error.kind == ErrorKind::Config && error.message.contains("full"), "{error}");
     store.delete("large").unwrap();
     store.set("last straw", &large).unwrap();
-}
-
-#[test]
-fn a_wait_ends_with_the_last_key_or_at_its_limit_naming_the_missing() {
-    let store = master("127.0.0.1", None);
-    let other = client(&store, None);
-    let keys: Vec<String> = (0..1000).map(|index| format!("key {index}")).collect();
-    let names: Vec<&str> = keys.iter().map(String::as_str).collect();
-    thread::scope(|scope| {
-        let waiter = scope.spawn(|| other.multi_get(&names, Some(LONG)));
-        for name in names.iter().rev().step_by(2).chain(names.iter().step_by(2)) {
-            store.set(name, name.as_bytes()).unwrap();
-        }
-        let values = waiter.join().unwrap().unwrap();
-        assert!(values.iter().zip(&names).all(|(value, name)| value == name.as_bytes()));
-    });
-    assert_eq!(store.num_keys().unwrap(), 1000);
-    let started = Instant::now();
-    let error = other.wait(&["key 1", "absent", "key 2", "gone"], Some(SHORT)).unwrap_err();
-    assert!(started.elapsed() >= SHORT && started.elapsed() < SOON);
-    assert_eq!(error.kind, ErrorKind::Timeout);
-    for part in ["timeout after 100 ms", "2 keys of 4", "\"absent\", \"gone\"", "127.0.0.1"] {
-        assert!(error.message.contains(part), "{error}");
-    }
-    // The connection is still usable.
-    assert!(other.check(&["key 1"]).unwrap());
-}
-
-#[test]
-fn several_threads_use_one_store_while_others_wait() {
-    let store = &master("127.0.0.1", Some("secret"));
-    thread::scope(|scope| {
-        let queues = ["queue 0", "queue 1", "queue 0", "queue 1"];
-        let waiters = queues.map(|name| scope.spawn(move || store.queue_pop(name, Some(LONG))));
-        let adders =
-            [(); 8].map(|()| scope.spawn(|| (0..200).map(|_| store.add("sum", 1).unwrap()).max()));
-        let largest = adders.into_iter().filter_map(|adder| adder.join().unwrap()).max();
-        assert_eq!(largest, Some(1600));
-        for name in queues {
-            store.queue_push(name, b"item").unwrap();
-        }
-        assert!(waiters.into_iter().all(|waiter| waiter.join().unwrap().unwrap() == "item"));
-    });
-    assert_eq!(store.queue_len("queue 0").unwrap(), 0);
-}
-
-#[test]
-fn a_barrier_opens_for_all_again_and_again_and_names_who_is_missing() {
-    let store = master("127.0.0.1", None);
-    let clients: Vec<TcpStore> = (0..5).map(|_| client(&store, None)).collect();
-    thread::scope(|scope| {
-        for (rank, client) in (0..).map(Rank).zip(&clients) {
-            scope.spawn(move || {
-                for round in 1..=20 {
-                    client.add("arrived", 1).unwrap();
-                    client.barrier("b", rank, 5, Some(LONG)).unwrap();
-                    assert!(client.add("arrived", 0).unwrap() >= 5 * round);
-                }
-            });
-        }
-    });
-    assert_eq!(store.num_keys().unwrap(), 1 + 5 + 2);
-    let clients = &clients;
-    let errors: Vec<_> = thread::scope(|scope| {
-        let came = [0, 2, 4].map(|rank: u32| {
-            scope.spawn(move || clients[rank as usize].barrier("b", Rank(rank), 5, Some(SHORT)))
-        });
-        came.into_iter().map(|thread| thread.join().unwrap().unwrap_err()).collect()
-    });
-    for error in errors {
-        assert!(
-            error.kind == ErrorKind::Timeout && error.message.contains("ranks 1 and 3 of 5"),
-            "{error}"
-        );
-    }
-}
-
-#[test]
-fn a_master_waits_for_its_workers_or_says_how_many_came() {
-    let port = free_port();
-    let all = |is_master| TcpOptions {
-        world_size: Some(3),
-        is_master,
-        wait_for_workers: true,
-        ..options("127.0.0.1", port)
-    };
-    // All stores stay open until all clients have arrived: a worker may learn of the last arrival
-    // later than the master, whose exit ends the server.
-    let stores = thread::scope(|scope| {
-        let workers =
-            [false, true, false].map(|is_master| scope.spawn(move || open(all(is_master))));
-        workers.map(|worker| worker.join().unwrap())
-    });
-    assert!(stores.iter().all(|store| store.port() == port));
-    drop(stores);
-    let error = refused(TcpOptions { timeout: SHORT, ..all(true) });
-    assert!(error.kind == ErrorKind::Timeout && error.message.contains("1 of 3 joined"), "{error}");
 }
 
 #[test]
