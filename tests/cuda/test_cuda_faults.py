@@ -319,6 +319,7 @@ def mapped_by_others(rank: int, world: int, before: int) -> tuple[int, float] | 
     return left, seconds
 
 
+# proves P12
 @needs_unshared_gpus
 @pytest.mark.timed
 def test_p21_the_memory_of_a_killed_rank_is_back_within_2_s_while_its_group_lives(pool: Pool) -> None:
