@@ -1,4 +1,4 @@
-"""Lifetime of symmetric memory: temporary pools, several groups, large tensors, failures, FSDP2."""
+"""Lifetime of symmetric memory: temporary pools, several groups, large tensors, failures."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import torch_symm
 from pool import WORLDS, Pool, device, init, meet, needs_gpus
 from test_cuda_errors import TIMEOUT_S, failure_of, still_usable
 from test_cuda_memory import free
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from zero_copy import MB, direct, new_pool, rises, same_bytes, warm
 
 pytestmark = needs_gpus
@@ -237,44 +235,3 @@ def test_a_rank_that_never_calls(pool: Pool) -> None:
     for rank, message in enumerate(pool.run(absent, max(WORLDS), group_timeout=TIMEOUT_S)):
         if rank != 1:
             assert message.startswith("SymmTimeoutError") and "rank 1" in message, message
-
-
-def train(rank: int, symmetric: bool) -> list[float]:
-    """Losses of FSDP2 with buffers from the group, or from torch."""
-    from torch.distributed.fsdp import FSDPModule, fully_shard
-
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))).to(device())
-    mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda", mesh_dim_names=("symm",))
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    for module in model.modules():
-        if symmetric and isinstance(module, FSDPModule):
-            module.set_allocate_memory_from_process_group_for_comm(True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    inputs = torch.randn(32, 1024, generator=torch.Generator().manual_seed(rank)).to(device())
-    losses = []
-    for _ in range(30):
-        optimizer.zero_grad()
-        loss = model(inputs).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def with_fsdp(rank: int, world: int) -> tuple[list[float], int]:
-    start = direct()
-    plain = train(rank, symmetric=False)
-    before = direct()
-    assert before == start, "ordinary buffers went direct"
-    assert train(rank, symmetric=True) == plain
-    return plain, direct() - before
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_fsdp_trains_the_same(pool: Pool, world: int) -> None:
-    for losses, used in pool.run(with_fsdp, world):
-        assert losses[-1] < losses[0]
-        assert used > 100, f"{used} direct calls in 30 steps"
