@@ -6,7 +6,6 @@ use crate::dtype::{DType, ReduceOp};
 use crate::mem::layout::SegmentLayout;
 use crate::mem::shm::ShmSegment;
 use serde_json::Value;
-use std::time::Instant;
 
 /// Makes a journal that only this test uses.
 fn journal() -> &'static FlightRecorder {
@@ -276,37 +275,4 @@ fn groups_that_were_left_are_forgotten_in_their_order() {
         Some(65),
         "those of forgotten groups are not shown"
     );
-}
-
-/// Measures and prints the cost of an entry. Run by hand: `cargo test --release --lib -- --ignored
-/// --nocapture what_an_entry_costs`.
-#[test]
-#[ignore = "a measurement"]
-fn what_an_entry_costs() {
-    let recorder = GroupRecorder::in_journal(journal(), &control("measured"), LIMIT);
-    let call = call(Collective::AllReduce, 4);
-    let mut blocks: Vec<f64> = (0..50)
-        .map(|_| {
-            let start = Instant::now();
-            for sequence in 1..=10_000 {
-                let number = recorder.begin(std::hint::black_box(&call), LIMIT, sequence);
-                recorder.end(number, &Ok(()), true, "inline");
-            }
-            start.elapsed().as_nanos() as f64 / 1e4
-        })
-        .collect();
-    blocks.sort_by(f64::total_cmp);
-    let looks = Instant::now();
-    for _ in 0..10_000 {
-        std::hint::black_box(clock::now());
-    }
-    assert!(blocks[0] < 10_000.0, "{blocks:?}");
-    let text = format!(
-        "an entry: median {:.0} ns, best {:.0} ns; one look at the clock {:.0} ns",
-        blocks[25],
-        blocks[0],
-        looks.elapsed().as_nanos() as f64 / 1e4
-    );
-    std::io::Write::write_all(&mut std::io::stderr(), format!("{text}\n").as_bytes())
-        .expect("written");
 }
