@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch_symm
 from pool import WORLDS, Pool, device, init, meet, needs_gpus
-from test_cuda_errors import TIMEOUT_S, failure_of, still_usable
 from test_cuda_memory import free
 from zero_copy import MB, direct, new_pool, rises, same_bytes, warm
 
@@ -207,31 +206,3 @@ def allocated(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_allocate_tensor(pool: Pool, world: int) -> None:
     pool.run(allocated, world, backend=None)
-
-
-def absent(rank: int, world: int) -> str | None:
-    """Rank 1 never calls; the others' kernels end at the timeout without having touched its memory."""
-    memory = new_pool()
-    with torch.cuda.use_mem_pool(memory):
-        tensor = torch.ones(40 * MB // 4, device=device())
-    warm(dist.all_reduce, tensor)
-    tensor.fill_(rank)
-    torch.cuda.synchronize()
-    dist.barrier()
-    message = None
-    if rank == 1:
-        meet("failed", rank, world)
-    else:
-        error, _ = failure_of(lambda: dist.all_reduce(tensor), TIMEOUT_S + 2)
-        message = f"{type(error).__name__}: {error}"
-        meet("failed", rank, world)
-    assert bool((tensor == rank).all()), "a call that never began has written"
-    still_usable(rank, world)
-    return message
-
-
-# proves P6
-def test_a_rank_that_never_calls(pool: Pool) -> None:
-    for rank, message in enumerate(pool.run(absent, max(WORLDS), group_timeout=TIMEOUT_S)):
-        if rank != 1:
-            assert message.startswith("SymmTimeoutError") and "rank 1" in message, message
