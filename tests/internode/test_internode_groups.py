@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch_symm
 from launch import on_nodes, run_nodes
-from test_groups import assert_nothing_left, resources
 
 
 def total(group: dist.ProcessGroup | None = None) -> float:
@@ -303,23 +302,3 @@ def test_gloo_that_connects_later_finds_its_addresses() -> None:
     tensor = torch.ones(100_000)
     dist.all_reduce(tensor, group=group)
     assert bool((tensor == 4).all())
-
-
-@on_nodes(2, 2)
-def test_groups_leave_no_thread_and_no_descriptor() -> None:
-    for _ in range(2):
-        dist.destroy_process_group(dist.new_group())
-    before = resources()
-    groups = [dist.new_group() for _ in range(5)]
-    for group in groups:
-        dist.all_reduce(torch.ones(4), group=group)
-    for group in groups:
-        dist.destroy_process_group(group)
-    del group, groups
-    assert_nothing_left(before)
-    dist.barrier()
-    dist.destroy_process_group()
-    deadline = time.monotonic() + 20
-    while any(name.startswith("thread symm-") for name in resources()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not any(name.startswith("thread symm-") for name in resources()), resources()
