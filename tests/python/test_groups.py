@@ -297,26 +297,6 @@ def test_a_forked_child_may_not_use_its_parents_group(rank: int, world_size: int
     dist.barrier()
 
 
-def duplicates(rank: int, world: int) -> str:
-    """Two processes claim rank 0: the later one is rejected at once, the earlier one keeps waiting for rank 1."""
-    start = time.monotonic()
-    with pytest.raises((torch_symm.SymmConfigError, torch_symm.SymmTimeoutError)) as error:
-        init(0, world, timeout=2)
-    seconds = time.monotonic() - start
-    if isinstance(error.value, torch_symm.SymmTimeoutError):
-        assert "rank 1" in str(error.value)
-        return "waited"
-    assert "rank 0" in str(error.value) and f"pid {os.getpid()}" in str(error.value)
-    assert seconds < 1
-    return "refused"
-
-
-# proves P15
-@pytest.mark.timed
-def test_a_rank_that_joins_twice_is_named() -> None:
-    assert sorted(run_ranks(duplicates, 2, backend=None)) == ["refused", "waited"]
-
-
 @pytest.mark.parametrize("how", ("file", "torch", "symm"))
 @pytest.mark.ranks(3, backend=None)
 def test_p15_a_rank_of_a_group_that_lives_is_refused_to_others(rank: int, world_size: int, how: str, port: int) -> None:
