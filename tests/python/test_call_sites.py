@@ -34,17 +34,18 @@ def line(function: object) -> str:
     return f"test_call_sites.py:{code.co_firstlineno + 1}"
 
 
-def swapped(rank: int, world: int, asynchronous: bool) -> None:
-    for call in (second, first) if rank else (first, second):
-        call(torch.ones(4), asynchronous)
+def swapped(rank: int, tensors: list[torch.Tensor], asynchronous: bool) -> None:
+    order = (second, first) if rank else (first, second)
+    for call, tensor in zip(order, tensors, strict=True):
+        call(tensor, asynchronous)
 
 
 def swapped_and_told(rank: int, world: int, asynchronous: bool) -> str:
-    tensor = torch.ones(4)
+    tensors = [torch.ones(4), torch.ones(4)]
     dist.barrier()
     with pytest.raises(torch_symm.SymmMismatchError) as error:
-        swapped(rank, world, asynchronous)
-    assert bool((tensor == 1).all())
+        swapped(rank, tensors, asynchronous)
+    assert all(bool((tensor == 1).all()) for tensor in tensors), "a call that disagrees has written"
     return str(error.value)
 
 
@@ -73,8 +74,10 @@ def test_a_monitored_barrier_has_a_site_of_its_own(rank: int) -> None:
         assert re.search(rf"rank {number} \(pid \d+\) called barrier.* at \S*{place}\b", str(error.value)), error.value
 
 
-def test_without_it_swapped_equal_calls_are_not_told_apart() -> None:
-    run_ranks(swapped, 2, False)
+@pytest.mark.ranks(2)
+def test_without_it_swapped_equal_calls_are_not_told_apart(rank: int) -> None:
+    swapped(rank, tensors := [torch.ones(4), torch.ones(4)], False)
+    assert all(bool((tensor == 2).all()) for tensor in tensors)
 
 
 def on_some(rank: int, world: int) -> str:
