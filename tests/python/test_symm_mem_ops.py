@@ -42,7 +42,7 @@ def summed(tensor: torch.Tensor) -> torch.Tensor:
     return result
 
 
-@pytest.mark.ranks([2, 4], timeout=120)
+@pytest.mark.ranks([1, 2, 3, 4], timeout=120)
 def test_all_reduces_have_the_bits_of_the_collective(rank: int) -> None:
     for dtype in DTYPES:
         for count in (1, 7, 1000, 70_001):
@@ -50,7 +50,7 @@ def test_all_reduces_have_the_bits_of_the_collective(rank: int) -> None:
             tensor = cpu(count + 3, dtype=dtype)[3:]
             given = values(rank, (count,), dtype)
             tensor.copy_(given)
-            total, outs = summed(tensor), [torch.empty_like(given) for _ in range(3)]
+            total, outs = summed(tensor), [torch.empty_like(given) for _ in range(4)]
             found = [ops.one_shot_all_reduce(tensor, "sum", WORLD)]
             assert ops.one_shot_all_reduce_out(tensor, "sum", WORLD, outs[0]) is outs[0]
             assert_same_bits(tensor, given, "the input")
@@ -59,6 +59,10 @@ def test_all_reduces_have_the_bits_of_the_collective(rank: int) -> None:
             found.append(ops.one_shot_all_reduce_copy(tensor, given, "sum", WORLD))
             tensor.zero_()
             ops.one_shot_all_reduce_copy_out(tensor, given, "sum", WORLD, outs[2])
+            # A local input of one element: the others are those of the tensor.
+            tensor.copy_(given)
+            tensor[0].zero_()
+            ops.one_shot_all_reduce_copy_out(tensor, given[:1], "sum", WORLD, outs[3])
             tensor.copy_(given)
             assert ops.two_shot_all_reduce_(tensor, "sum", WORLD) is tensor
             for number, each in enumerate((*found, *outs, tensor)):
@@ -80,7 +84,7 @@ def test_inputs_may_be_overwritten_at_once(rank: int, world_size: int) -> None:
         assert bool((tensor == expected).all())
 
 
-@pytest.mark.ranks([2, 4])
+@pytest.mark.ranks([1, 2, 3, 4])
 def test_reduce_scatter(rank: int, world_size: int) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         tensor = cpu(12 * world_size, dtype=dtype)
@@ -122,7 +126,7 @@ def test_low_contention_collectives(rank: int, world_size: int, backend: str, sy
         ops._low_contention_reduce_scatter(tensor[:3], "sum", WORLD)
 
 
-@pytest.mark.ranks([2, 4])
+@pytest.mark.ranks([1, 2, 4])
 def test_all_to_all_with_splits_in_memory(rank: int, world_size: int) -> None:
     generator = torch.Generator().manual_seed(7)
     for turn in range(10):

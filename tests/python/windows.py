@@ -291,7 +291,7 @@ def mismatched(rank: int, world: int, here: Here) -> None:
     """Sizes that differ are an error on all ranks, and the group stays usable; other tensors are not symmetric."""
     load()
     tensor = symm_mem.empty(1024 if rank else 2048, device=here.device)
-    with pytest.raises(torch_symm.SymmMismatchError, match=r"8192 bytes.*4096 bytes"):
+    with pytest.raises(torch_symm.SymmMismatchError, match=r"rank 0.*8192 bytes.*rank 1.*4096 bytes"):
         symm_mem.rendezvous(tensor, group_name())
     # As torch defines it, the rendezvous returns None, so that callers can check whether a tensor is symmetric.
     for plain in (torch.zeros(64, device=here.device), torch.empty(0, device=here.device)):
