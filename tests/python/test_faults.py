@@ -171,5 +171,10 @@ def test_p15_p16_p19_a_bad_dev_shm_or_temporary_folder_has_no_effect(name: str) 
 
 
 @pytest.mark.timed
-def test_p17_two_hundred_groups_cost_little() -> None:
+def test_p11_p17_two_hundred_groups_cost_little() -> None:
     kept("200 groups")
+
+
+@pytest.mark.timed
+def test_p11_p17_a_thousand_groups_one_after_another_leave_nothing() -> None:
+    kept("1000 cycles", limit=100)
