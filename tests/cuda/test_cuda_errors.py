@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import time
 from collections.abc import Callable
 
@@ -16,7 +15,6 @@ from pool import DEVICE, SHARED, WORLDS, Pool, device, init, meet, needs_gpus, n
 
 #: Timeout of groups in which a rank is late.
 TIMEOUT_S = 4.0
-SIZES = (1_000, 30_000_000)
 REFUSALS = (ValueError, TypeError, NotImplementedError, RuntimeError)
 
 
@@ -235,42 +233,3 @@ def test_a_rank_that_never_calls_is_named(pool: Pool, collective: str, count: in
             assert message.startswith("SymmTimeoutError") and "rank 1" in message, message
             # A kernel may first be compiled, and ranks may share a GPU.
             assert TIMEOUT_S - 0.5 < seconds < TIMEOUT_S + 10, seconds
-
-
-def killed(rank: int, world: int, count: int) -> tuple[str, float] | None:
-    """Rank 1 exits while the others are inside a call."""
-    for _ in range(3):
-        dist.all_reduce(torch.ones(count, device=device()))
-    settle()
-    dist.barrier()
-    if rank == 1:
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGKILL)
-    error, seconds = failure_of(lambda: dist.all_reduce(torch.ones(count, device=device())), 10)
-    assert isinstance(error, torch_symm.SymmPeerError), repr(error)
-    with pytest.raises(dist.DistBackendError, match="rank 1"):
-        dist.all_reduce(torch.ones(3, device=device()))
-    assert float(torch.ones(1_000, device=device()).sum()) == 1_000
-    left = [other for other in range(world) if other != 1]
-    dist.destroy_process_group()
-    init(left.index(rank), len(left), name="survivors")
-    dist.all_reduce(tensor := torch.ones(2_000_000, device=device()))
-    assert bool((tensor == len(left)).all())
-    return str(error), seconds
-
-
-# proves P2, P3, P13, P23
-@pytest.mark.timed
-@needs_ranks
-@pytest.mark.parametrize("count", SIZES)
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_killed_rank_is_named_and_survivors_go_on(pool: Pool, world: int, count: int) -> None:
-    results = pool.run(killed, world, count, killed={1})
-    for rank, found in enumerate(results):
-        if rank != 1:
-            message, seconds = found
-            assert "rank 1" in message, message
-            # The progress of the kernels of both ranks: the one that exited, and the one that reports.
-            reported = re.findall(r"\d+ CUDA collectives launched, the last (?:all_reduce|barrier)", message)
-            assert len(reported) == (2 if DEVICE == "cuda" else 0), message
-            assert seconds < 3, f"noticed after {seconds:.1f} s"

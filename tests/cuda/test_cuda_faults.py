@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import threading
@@ -138,6 +139,8 @@ def killed(rank: int, world: int, kind: str, seed: int) -> tuple[str, float] | N
     error = failure_in(call, 30)
     seconds = time.monotonic() - float(note.read_text())
     assert isinstance(error, torch_symm.SymmPeerError), repr(error)
+    with pytest.raises(dist.DistBackendError, match="rank 1"):
+        dist.all_reduce(torch.ones(3, device=device()))
     compute()
     left = [other for other in range(world) if other != 1]
     start = time.monotonic()
@@ -153,6 +156,7 @@ def killed(rank: int, world: int, kind: str, seed: int) -> tuple[str, float] | N
     return str(error), seconds
 
 
+# proves P3, P13, P23
 @pytest.mark.timed
 @pytest.mark.parametrize("kind", KINDS)
 def test_p2_p21_a_rank_killed_inside_any_kernel_is_named(pool: Pool, kind: str) -> None:
@@ -162,6 +166,9 @@ def test_p2_p21_a_rank_killed_inside_any_kernel_is_named(pool: Pool, kind: str) 
         if rank != 1:
             message, seconds = result
             assert "rank 1" in message and "SIGKILL" in message, message
+            # The progress of the kernels of both ranks: the one that exited, and the one that reports.
+            reported = re.findall(r"\d+ CUDA collectives launched, the last all_reduce", message)
+            assert len(reported) == 2 or not kind.startswith("all_reduce "), message
             assert seconds < 1, f"rank {rank} heard of it after {seconds:.2f} s"
     print(f"{kind}: heard after {max(result[1] for result in found if result) * 1e3:.0f} ms at most")
 
