@@ -177,6 +177,12 @@ def ends(stage: Stage, rank: int, row: Death) -> Saw:
         row.victim if row.from_victim or rank == row.victim else survivors[(survivors.index(rank) + 1) % len(survivors)]
     )
     call = waits(stage, peer, row.count)[row.wait]
+    if row.from_victim and rank == row.victim:
+        # On several nodes, this makes the links.
+        for survivor in survivors:
+            dist.send(torch.ones(1), survivor)
+    elif row.from_victim:
+        dist.recv(torch.ones(1), row.victim)
     dist.barrier()
     stage.meet("begun", rank, range(stage.world))
     if rank == row.victim:
@@ -289,6 +295,11 @@ for _layout, _victims in {
             )
 for _layout in ((2, 2), (3, 1)):
     row(f"killed 3 of {_layout} in 12 MB", NODES, ("symm",), inside=True, count=LONG, victim=3, layout=_layout)
+for _layout in ((2, 2), (1, 1)):
+    for _wait in ("recv", "recv from any"):
+        _last = sum(_layout) - 1
+        _name = f"killed {_last} of {_layout}, others in {_wait} with it"
+        row(_name, NODES, ("symm",), wait=_wait, victim=_last, from_victim=True, layout=_layout)
 row("killed 1 of (1, 1, 1), child lives", NODES, ("symm",), wait="nothing", child="child", layout=(1, 1, 1))
 for _child in ("child", "program"):
     row(

@@ -71,22 +71,27 @@ for _name, _way, _wait, _promise in (
         timeout=TIMEOUT_S,
         limit=4 * TIMEOUT_S,
     )(partial(released, way=_way, wait=_wait))
-for _layout, _culprit in (((2, 2), 3), ((3, 1), 2), ((1, 1, 1), 0)):
+for _layout, _culprit, _wait, _way in (
+    ((2, 2), 3, "all_reduce", "abort"),
+    ((3, 1), 2, "all_reduce", "abort"),
+    ((1, 1, 1), 0, "all_reduce", "abort"),
+    ((1, 1), 0, "recv", "abort"),
+    ((2, 2), 0, "recv from any", "abort"),
+    ((2, 2), 0, "recv from any", "destroy"),
+):
+    _says = rf'rank {_culprit} \(node "{node_of(_culprit, _layout)}", pid \d+\) aborted group'
     scene(
-        f"abort on rank {_culprit} of {_layout}",
-        "abort on one of several nodes",
+        f"{_way} on rank {_culprit} of {_layout} in {_wait}",
+        "abort / destroy on one of several nodes",
         "< 0.2 s on all, the rank named with its node",
-        Promise(
-            sees=("SymmAbortedError", "SymmPeerError"),
-            names=(_culprit,),
-            says=(rf'rank {_culprit} \(node "{node_of(_culprit, _layout)}", pid \d+\) aborted group',),
-            within=0.2,
-        ),
+        Promise(sees=("SymmAbortedError", "SymmPeerError"), names=(_culprit,), says=(_says,), within=0.2)
+        if _way == "abort"
+        else Promise(sees=("SymmAbortedError", RIGHT), within=0.2),
         NOTE,
         sides=("symm",),
         layout=_layout,
         timeout=30,
-    )(partial(released, way="abort", culprit=_culprit))
+    )(partial(released, way=_way, wait=_wait, culprit=_culprit))
 
 
 @scene(

@@ -254,58 +254,6 @@ def test_a_timeout_names_the_peer_and_stands(rank: int, world_size: int, source:
     assert rank > 0 or (call in text and str(again.value) == text and 1.9 < took < 10), text
 
 
-def die(rank: int, world_size: int, named: bool) -> tuple[str, float] | None:
-    got, last = torch.zeros(1), world_size - 1
-    if rank == last:
-        dist.send(got, 0)
-        dist.recv(got, 0)
-        os.kill(os.getpid(), signal.SIGKILL)
-    if rank > 0:
-        ranks.meet("over", rank, last)
-        return None
-    dist.recv(got, last)
-    dist.send(got, last)
-    begun = time.monotonic()
-    with pytest.raises(torch_symm.SymmPeerError) as caught:
-        dist.recv(torch.zeros(500_000), last if named else None)
-    took = time.monotonic() - begun
-    ranks.meet("over", rank, last)
-    return str(caught.value), took
-
-
-@pytest.mark.timed
-@pytest.mark.parametrize("named", (True, False))
-@pytest.mark.parametrize("layout", [(2, 2), (1, 1)], ids=str)
-def test_a_peer_that_dies_ends_the_message(layout: tuple[int, ...], named: bool) -> None:
-    last = sum(layout) - 1
-    text, took = run_nodes(die, layout, named, expect_killed=[last])[0]
-    assert took < 5 and f"rank {last}" in text, text
-
-
-@pytest.mark.timed
-@pytest.mark.parametrize(
-    ("layout", "way", "source"), [((1, 1), "abort", 1), ((2, 2), "abort", None), ((2, 2), "destroy", None)], ids=str
-)
-@on_nodes()
-def test_ending_the_group_releases_a_message(rank: int, world_size: int, way: str, source: int | None) -> None:
-    dist.barrier()
-    # Waits until all ranks have left the barrier, because a rank that is still in it would get the error there.
-    ranks.meet("begun", rank, world_size)
-    if rank == 0:
-        work = dist.irecv(torch.zeros(4), source)
-        assert work is not None
-        time.sleep(0.1)
-        begun = time.monotonic()
-        if way == "abort":
-            dist.group.WORLD._get_backend(torch.device("cpu")).abort()
-        else:
-            dist.destroy_process_group()
-        with pytest.raises(torch_symm.SymmAbortedError):
-            work.wait()
-        assert time.monotonic() - begun < (1 if way == "abort" else 10)
-    ranks.meet("over", rank, world_size)
-
-
 @on_nodes(1, 1)
 def test_what_was_sent_arrives_though_its_sender_leaves(rank: int) -> None:
     """The sender leaves right after its send; the receiver still gets the message later."""
