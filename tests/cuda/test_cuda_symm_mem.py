@@ -43,7 +43,7 @@ def test_windows(pool: Pool, world: int, scenario: Callable[..., Any]) -> None:
 
 
 # proves P21
-@pytest.mark.parametrize("what", ["wait", "put", "barrier"])
+@pytest.mark.parametrize("what", ["wait_signal", "put_signal", "barrier"])
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_peer_that_never_signals_is_named(pool: Pool, world: int, what: str) -> None:
     pool.run(on_device, world, windows.late, what)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -188,29 +187,9 @@ def test_wrong_requests_are_refused(rank: int, world_size: int) -> None:
 
 # proves P6
 @pytest.mark.timed
-def test_what_never_comes_is_named() -> None:
-    """Each wait has a separate timeout, and the group and the window stay usable."""
-
-    def body(rank: int, world: int) -> None:
-        handle = handle_of(cpu(4))
-        if rank == 0:
-            handle.put_signal(1, 6)
-            for wait, words in (
-                (lambda: handle.wait_signal(1, 3, SHORT_MS), "wait_signal on channel 3"),
-                (lambda: ours.wait_signal(handle, 1, channel=2, timeout_ms=SHORT_MS), "wait_signal on channel 2"),
-                (lambda: handle.barrier(4, SHORT_MS), "barrier on channel 4"),
-                (lambda: handle.put_signal(1, 6, SHORT_MS), "put_signal on channel 6"),
-            ):
-                start = time.monotonic()
-                with pytest.raises(torch_symm.SymmTimeoutError, match=rf"(?s)(?=.*rank 1).*{words}"):
-                    wait()
-                assert SHORT_MS / 1000 <= time.monotonic() - start < 5
-        dist.barrier()
-        if rank == 1:
-            handle.wait_signal(0, 6)
-        handle.barrier()
-
-    run_ranks(body, 2)
+@pytest.mark.parametrize("what", ["wait_signal", "wait_signal of the package", "put_signal", "barrier"])
+def test_what_never_comes_is_named(what: str) -> None:
+    run_ranks(windows.late, 2, windows.CPU, what)
 
 
 @pytest.mark.timed
