@@ -468,4 +468,4 @@ impl MessageTable {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

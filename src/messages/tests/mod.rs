@@ -1,7 +1,7 @@
 //! Links that fail, reads that end early, and deadlines.
 
 mod links;
-mod thread_wires;
+pub(crate) mod thread_wires;
 mod wire_frames;
 mod wires;
 

@@ -86,7 +86,7 @@ struct Receive {
 }
 
 /// Transports whose connections are all clones of one transport.
-pub(super) struct Alike<T>(pub(super) T);
+pub(crate) struct Alike<T>(pub(crate) T);
 
 impl<T: Transport + Clone + 'static> Transports for Alike<T> {
     fn connect(

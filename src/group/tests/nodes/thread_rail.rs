@@ -12,10 +12,11 @@ use crate::internode::rail::Rail;
 use crate::lock::{lock, unpoisoned};
 use crate::mem::layout::SegmentLayout as Memory;
 use crate::mem::shm::ShmSegment;
+use crate::messages::tests::thread_wires::Alike;
 use crate::node_map::{NodeMap, RankLocation};
 use crate::rank::Rank;
 use crate::store::{self, memory::MemoryStore};
-use crate::transport::{Buffer, GivenUp, Manner, Pending, Seat, Transport, Transports, Work};
+use crate::transport::{Buffer, Manner, Pending, Transport, Work};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
@@ -57,25 +58,11 @@ struct Round {
     _keep: Buffer,
 }
 
-/// Creates buffers in the memory of the process; it makes no connections.
-struct ThreadMemory;
+/// A transport that no test uses, because the rails are connected.
+#[derive(Clone)]
+struct Unused;
 
-impl Transports for ThreadMemory {
-    fn connect(
-        &self,
-        _name: &str,
-        _seat: &Seat,
-        _timeout: Duration,
-        _patient: bool,
-        _given_up: &GivenUp,
-    ) -> Result<Arc<dyn Transport>> {
-        Err(Error::internal("the rails of a test are connected"))
-    }
-
-    fn allocate(&self, _device: i32, bytes: usize) -> Result<Buffer> {
-        Ok(Buffer::in_host_memory(bytes))
-    }
-}
+impl Transport for Unused {}
 
 impl ThreadRail {
     fn start(&self, transfer: &RailOp<Span>, manner: Manner<'_>) -> Result<Work> {
@@ -208,7 +195,7 @@ pub(super) fn on_nodes_until(most: usize, nodes: &[u8], body: impl Fn(&Group, us
                         nodes: layout.num_nodes(),
                         begun: AtomicUsize::new(0),
                     };
-                    Rail::new(Arc::new(ThreadMemory), Arc::new(end))
+                    Rail::new(Arc::new(Alike(Unused)), Arc::new(end))
                 });
                 let me = Rank(rank as u32);
                 group
