@@ -171,6 +171,11 @@ def test_p15_p16_p19_a_bad_dev_shm_or_temporary_folder_has_no_effect(name: str) 
 
 
 @pytest.mark.timed
+def test_more_ranks_than_cores_take_turns() -> None:
+    kept("16 ranks on 4 cores")
+
+
+@pytest.mark.timed
 def test_p11_p17_two_hundred_groups_cost_little() -> None:
     kept("200 groups")
 
