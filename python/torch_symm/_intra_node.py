@@ -8,6 +8,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from torch_symm import _torch_compat
+
 _of_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
@@ -20,8 +22,6 @@ def intra_node_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGrou
 
     Raises:
         SymmConfigError, SymmTimeoutError: the group cannot be formed.
-        NotImplementedError: ``group`` is not the default group, and its ranks are members of different numbers of
-            groups.
     """
     whole = group if group is not None else distributed_c10d._get_default_group()
     if _of_groups.get(whole) not in distributed_c10d._world.pg_map:
@@ -32,23 +32,9 @@ def intra_node_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGrou
 def _make_node_group(whole: dist.ProcessGroup) -> dist.ProcessGroup:
     members = dist.get_process_group_ranks(whole)
     told: list[Any] = [None] * len(members)
-    dist.all_gather_object(told, (_identity(), len(distributed_c10d._world.pg_names)), group=whole)
-    nodes: dict[str, list[int]] = {}
-    for rank, (node, _) in zip(members, told, strict=True):
-        nodes.setdefault(node, []).append(rank)
-    if whole is distributed_c10d._get_default_group():
-        enumerate_groups: Any = dist.new_subgroups_by_enumeration
-        own, _ = enumerate_groups(list(nodes.values()), backend="symm")
-    else:
-        # If not all ranks know a group, torch derives its name from each member's number of groups.
-        if len({count for _, count in told}) > 1:
-            raise NotImplementedError(
-                "intra_node_group: the ranks of the group are members of different numbers of groups, so that torch "
-                "cannot make another among some of them; make the intra-node group first"
-            )
-        own = dist.new_group(nodes[_identity()], backend="symm", use_local_synchronization=True)
-    assert isinstance(own, dist.ProcessGroup)
-    return own
+    dist.all_gather_object(told, (_identity(), _torch_compat.next_number()), group=whole)
+    own = [rank for rank, (node, _) in zip(members, told, strict=True) if node == _identity()]
+    return _torch_compat.new_group_among(own, (number for _, number in told), backend="symm")
 
 
 def _identity() -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -85,6 +85,44 @@ def new_group(ranks: list[int] | None = None, **options: Any) -> dist.ProcessGro
     """``dist.new_group`` with one type for all versions; the result on a rank that is not a member must not be used."""
     group: Any = dist.new_group(ranks, **options)
     return cast("dist.ProcessGroup", group)
+
+
+#: The last number that a group of :func:`new_group_among` got in this process.
+_number = 0
+
+
+def next_number() -> int:
+    """Returns this rank's proposal for the number of a group of :func:`new_group_among`."""
+    return _number + 1
+
+
+def new_group_among(ranks: Sequence[int], proposals: Iterable[int], **options: Any) -> dist.ProcessGroup:
+    """:func:`new_group`, called by the members only. It does not change the names of groups that all ranks make later.
+
+    torch would derive the name from a count that can differ among members: up to 2.14, of the groups that a rank is in;
+    from 2.15 on, of the groups that it made. The latter would then be higher on members than on other ranks, and later
+    groups would get other names on them.
+
+    Args:
+        ranks: the members, which are ranks of the default group.
+        proposals: the result of :func:`next_number` on each member.
+        **options: other arguments of ``dist.new_group``.
+    """
+    global _number
+    # This name is unique: groups that share their lowest rank have different numbers, because that rank counts them.
+    _number = max(proposals)
+    there, name = cast("Any", distributed_c10d), f"symm_{min(ranks)}_{_number}"
+    usual = there._process_group_name
+
+    def agreed(*_: Any, **__: Any) -> str:
+        there._process_group_name = usual
+        return name
+
+    there._process_group_name = agreed
+    try:
+        return new_group(list(ranks), use_local_synchronization=True, **options)
+    finally:
+        there._process_group_name = usual
 
 
 def set_timeout(timeout: timedelta) -> None:

@@ -73,6 +73,35 @@ def test_new_group_of_subsets(rank: int) -> None:
         check_group(part.get_group())
 
 
+@pytest.mark.ranks(3)
+def test_groups_that_only_members_make_do_not_change_the_names_of_later_groups(rank: int) -> None:
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        names = set()
+        for _ in range(3):
+            node = torch_symm.intra_node_group(pair)
+            check_group(node)
+            names.add(node.group_name)
+            dist.destroy_process_group(node)
+        assert len(names) == 3
+    check_group(dist.new_group())
+    check_group(torch_symm.intra_node_group())
+
+
+@pytest.mark.ranks(3)
+def test_intra_node_group_of_ranks_with_different_numbers_of_groups(rank: int) -> None:
+    pair = dist.new_group([0, 1])
+    dist.new_group([1])
+    for _ in range(2):
+        # Ranks 0 and 1 have first made different numbers of groups, then are also members of different numbers.
+        if rank != 1:
+            dist.new_group([rank], use_local_synchronization=True)
+        if rank < 2:
+            check_group(node := torch_symm.intra_node_group(pair))
+            dist.destroy_process_group(node)
+    check_group(torch_symm.intra_node_group())
+
+
 @pytest.mark.ranks(2)
 def test_shrink_group_says_what_serves_instead(rank: int) -> None:
     with (
