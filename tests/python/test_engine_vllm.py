@@ -140,19 +140,39 @@ def test_calls_that_symm_does_not_serve_are_left_to_vllm_and_logged_once(rank: i
     assert len(logged) == 4 and "torch.bool" in logged[0] and "on meta" in logged[2], logged
 
 
+@pytest.mark.ranks(4, backend="gloo")
+def test_later_groups_do_not_depend_on_which_groups_symm_serves(rank: int) -> None:
+    from torch_symm.engines import _common
+
+    logged, usual = vllm_doubles.lines(), _common.native_problem
+    made = [vllm_doubles.groups([[0, 1], [2, 3]]) for _ in range(3)]
+    if rank == 1:
+        _common.native_problem = lambda: "no driver"
+    assert (communicator([], made=made[0]).symm is None) == (rank < 2)
+    if rank == 0:
+        assert len(logged) == 1 and "no driver" in logged.pop()
+    for group in vllm_doubles.groups([[0, 2], [1, 3]]):
+        dist.all_reduce(total := torch.tensor([float(rank)]), group=group)
+        assert total.item() == 2 + 2 * (rank % 2)
+    _common.native_problem = usual
+    if rank % 2:
+        dist.new_group([rank], backend="gloo", use_local_synchronization=True)
+    names = set()
+    for groups in made[1:]:
+        com = communicator([], made=groups)
+        names.add(com.symm.group_name)
+        assert com.all_reduce(torch.ones(3)).tolist() == [2.0] * 3
+        com.destroy()
+    assert len(names) == 2
+
+
 @pytest.mark.ranks(2, backend="gloo")
 def test_a_group_that_cannot_start_is_left_to_vllm_on_all_ranks(rank: int) -> None:
     import vllm.config
     from torch_symm.engines.vllm import _group, _operators
 
     logged, try_out = vllm_doubles.lines(), _group.try_out
-    several = [vllm_doubles.groups([[0, 1]]) for _ in range(3)]
-    if rank == 1:
-        dist.new_group([1], backend="gloo", use_local_synchronization=True)
-    assert communicator([], made=several[0]).symm is None
-    assert len(logged) == 1 and "different numbers of groups" in logged.pop()
-    if rank == 0:
-        dist.new_group([0], backend="gloo", use_local_synchronization=True)
+    several = [vllm_doubles.groups([[0, 1]]) for _ in range(2)]
 
     def failing(call: Any) -> Any:
         def called(*given: Any) -> None:
@@ -163,18 +183,18 @@ def test_a_group_that_cannot_start_is_left_to_vllm_on_all_ranks(rank: int) -> No
         return called
 
     _group.try_out = failing(try_out)
-    com = communicator([], made=several[1])
+    com = communicator([], made=several[0])
     assert com.symm is None and _operators.GROUPS == {}
     # Rank 0 waited for rank 1, whose group ended.
     assert len(logged) == 1 and "SymmPeerError: " in logged[0] and "rank 1" in logged[0], logged
     assert torch.equal(com.all_reduce(torch.ones(3)), torch.full((3,), 2.0)) and com.served == ["all_reduce"]
     _group.try_out = try_out
-    com = communicator([], made=several[2])
+    com = communicator([], made=several[1])
     assert com.symm is not None and com._warming is None  # Its model is not known to be dense
     com.destroy()
     _group.warm = failing(_group.warm)
     vllm.config.current = vllm_doubles.config()
-    com = communicator([], made=several[2])
+    com = communicator([], made=several[1])
     assert com.symm is not None and com._warming is not None
     with pytest.raises(RuntimeError, match="unset SYMM_VLLM: no memory" if rank else "unset SYMM_VLLM: .*rank 1"):
         com.all_reduce(torch.ones(3))

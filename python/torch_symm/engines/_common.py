@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from torch_symm import _torch_compat
 from torch_symm._native import load
 from torch_symm._version import __version__
 from torch_symm.symm_mem._groups import _this_node, _timeout
@@ -89,25 +90,19 @@ def start(
     Raises:
         Declined: the group cannot be made, or ``warm`` raised; all ranks raise it.
     """
-    world = c10d._world
-    if cpu_group not in world.pg_map:
+    if cpu_group not in c10d._world.pg_map:
         raise Declined("it is not a group of torch.distributed")
-    # torch derives the group's name from these counts: ranks with different counts would wait for each other.
-    found = _from_all(cpu_group, (_why_not(ranks), __version__, _this_node(), (len(world.pg_names), world.group_count)))
-    reasons, versions, nodes, counts = ([each[i] for each in found] for i in range(4))
+    found = _from_all(cpu_group, (_why_not(ranks), __version__, _this_node(), _torch_compat.next_number()))
+    reasons, versions, nodes, numbers = ([each[i] for each in found] for i in range(4))
     if any(reasons):
         raise Declined(next(filter(None, reasons)))
     if len(set(versions)) > 1:
         raise Declined(f"its ranks have versions {', '.join(sorted(set(versions)))} of torch-symm")
     if one_node and len({boot for boot, _ in nodes}) > 1:
         raise Declined(f"it spans several nodes: {', '.join(sorted({name for _, name in nodes}))}")
-    if len(set(counts)) > 1:
-        raise Declined("its ranks have made different numbers of groups before")
     group, error = None, ""
     try:
-        group = dist.new_group(
-            list(ranks), timeout=_timeout(device_group), backend="symm", use_local_synchronization=True
-        )
+        group = _torch_compat.new_group_among(ranks, numbers, backend="symm", timeout=_timeout(device_group))
         if warm is not None:
             warm(group)
     except Exception as caught:
