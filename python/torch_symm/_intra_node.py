@@ -16,9 +16,9 @@ _of_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDic
 def intra_node_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """Returns the ranks of ``group`` (the default group if ``None``) on this node, as their own group.
 
-    Collective: all ranks of ``group`` call it. The first call makes the group; later calls return the same one, until
-    it is destroyed: all ranks destroy theirs, and the next call makes another. Functions that require one node, such as
-    symmetric memory, work in it.
+    Collective: all ranks of ``group`` call it. The first call makes the group, with the timeout of ``group``; later
+    calls return the same one, until it is destroyed: all ranks destroy theirs, and the next call makes another.
+    Functions that require one node, such as symmetric memory, work in it.
 
     Raises:
         SymmConfigError, SymmTimeoutError: the group cannot be formed.
@@ -34,7 +34,8 @@ def _make_node_group(whole: dist.ProcessGroup) -> dist.ProcessGroup:
     told: list[Any] = [None] * len(members)
     dist.all_gather_object(told, (_identity(), _torch_compat.next_number()), group=whole)
     own = [rank for rank, (node, _) in zip(members, told, strict=True) if node == _identity()]
-    return _torch_compat.new_group_among(own, (number for _, number in told), backend="symm")
+    numbers, timeout = [number for _, number in told], _torch_compat.timeout_of(whole)
+    return _torch_compat.new_group_among(own, numbers, backend="symm", timeout=timeout)
 
 
 def _identity() -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -43,6 +43,16 @@ def backend_of(group: Any, device: torch.device | str) -> Any:
     """
     backend = group._get_backend(torch.device(device))
     return getattr(backend, "wrapped_pg", backend)
+
+
+def timeout_of(group: Any) -> timedelta:
+    """Returns the timeout of a group's calls; torch's default for its backend if the backend does not state one."""
+    for device in group._device_types:
+        with suppress(RuntimeError, AttributeError):
+            timeout = backend_of(group, device).options._timeout
+            if isinstance(timeout, timedelta):
+                return timeout
+    return distributed_c10d._get_default_timeout(distributed_c10d.get_backend(group))
 
 
 def record_without_torch() -> None:

@@ -102,6 +102,13 @@ def test_intra_node_group_of_ranks_with_different_numbers_of_groups(rank: int) -
     check_group(torch_symm.intra_node_group())
 
 
+@pytest.mark.ranks(2, group_timeout=40)
+def test_an_intra_node_group_has_the_timeout_of_the_whole_group() -> None:
+    groups = [dist.new_group(backend=backend, timeout=timedelta(seconds=50)) for backend in ("symm", "gloo")]
+    for group, seconds in zip((None, *groups), (40, 50, 50), strict=True):
+        assert backend_of(torch_symm.intra_node_group(group)).options._timeout == timedelta(seconds=seconds)
+
+
 @pytest.mark.ranks(2)
 def test_shrink_group_says_what_serves_instead(rank: int) -> None:
     with (

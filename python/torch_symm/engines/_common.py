@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch_symm import _torch_compat
 from torch_symm._native import load
 from torch_symm._version import __version__
-from torch_symm.symm_mem._groups import _this_node, _timeout
+from torch_symm.symm_mem._groups import _this_node
 
 #: Names of methods, and their parameters without ``self`` or ``cls``.
 Expected = dict[str, tuple[str, ...]]
@@ -102,7 +102,8 @@ def start(
         raise Declined(f"it spans several nodes: {', '.join(sorted({name for _, name in nodes}))}")
     group, error = None, ""
     try:
-        group = _torch_compat.new_group_among(ranks, numbers, backend="symm", timeout=_timeout(device_group))
+        timeout = _torch_compat.timeout_of(device_group)
+        group = _torch_compat.new_group_among(ranks, numbers, backend="symm", timeout=timeout)
         if warm is not None:
             warm(group)
     except Exception as caught:

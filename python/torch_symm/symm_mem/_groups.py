@@ -19,7 +19,7 @@ from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import GroupName
 
 from torch_symm._native import load
-from torch_symm._torch_compat import backend_of
+from torch_symm._torch_compat import backend_of, timeout_of
 
 #: One state for both modules, so that torch's and our functions use their fallbacks together.
 _test_mode = torchs._test_mode
@@ -92,7 +92,7 @@ def enable_symm_mem_for_group(group_name: str) -> None:
 def _check_one_node(group: Any, group_name: str) -> None:
     rank, ranks = group.rank(), group.size()
     store = c10d.PrefixStore("symm_mem/nodes", c10d._get_process_group_store(group))
-    timeout = _timeout(group)
+    timeout = timeout_of(group)
     deadline = time.monotonic() + timeout.total_seconds()
     store.set(str(rank), json.dumps(_this_node()))
     nodes = []
@@ -123,12 +123,3 @@ def _this_node() -> tuple[str, str]:
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), name
     return name, name
-
-
-def _timeout(group: Any) -> timedelta:
-    for device in group._device_types:
-        with suppress(RuntimeError, AttributeError):
-            timeout = backend_of(group, device).options._timeout
-            if isinstance(timeout, timedelta):
-                return timeout
-    return c10d._get_default_timeout(c10d.get_backend(group))
