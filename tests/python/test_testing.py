@@ -17,6 +17,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch_symm_pytest
 from ranks import run_ranks
@@ -442,6 +443,27 @@ def test_run_ranks_reports_and_returns() -> None:
         testing.run_ranks(unpicklable, 2, backend=None)
     with pytest.raises(RuntimeError, match="not inside a test rank"):
         testing.shared_tmp_path()
+
+
+def test_run_ranks_leaves_no_dump_and_knows_which_rank_made_no_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SYMM_TRACE_DIR")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+    def fails(rank: int, world_size: int) -> None:
+        if rank == 0:
+            dist.all_reduce(torch.ones(4))
+        raise ValueError(os.environ["SYMM_TRACE_DIR"])
+
+    with pytest.raises(RanksFailedError) as failed:
+        testing.run_ranks(fails, 2, group_timeout=30)
+    said = str(failed.value)
+    assert re.search(r"last calls:\nrank 0: all_reduce.*SymmPeerError\nrank 1: none$", said, re.MULTILINE), said
+    assert re.search(r"rank 1 .*: ValueError: .*/symm-test-\w+/dumps", said), said
+    assert "the last calls of this process are in" not in said
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_rank_leaves_while_others_connect_their_groups_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:

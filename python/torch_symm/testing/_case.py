@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import re
 import unittest
 import warnings
 from typing import Any
 
 import pytest
 
-from ._rank import shared_tmp_path, used_cuda
-from ._report import Ending, describe
+from ._rank import used_cuda
+from ._report import DUMPED, Ending, describe
 from ._run import run_case
-
-#: symm's log line with the path of a dump, whose calls the report contains.
-DUMPED = re.compile(r"^.*the last calls of this process are in .*\n", re.MULTILINE)
 
 _CUDA = "ask for GPUs in tests, not while modules are imported, or set PYTORCH_NVML_BASED_CUDA_CHECK=1"
 
@@ -49,10 +44,7 @@ def run(
 
     def env(rank: int) -> dict[str, str]:
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-        found = {name: str(value) for name, value in names.items()}
-        # Dumps are removed with the case, unless the environment sets their directory.
-        found["SYMM_TRACE_DIR"] = os.environ.get("SYMM_TRACE_DIR", str(shared_tmp_path() / "dumps"))
-        return {**found, **(given["env"] or {})}
+        return {name: str(value) for name, value in names.items()} | (given["env"] or {})
 
     endings = run_case(
         on_rank,

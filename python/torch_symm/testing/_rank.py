@@ -167,6 +167,8 @@ def serve(order: Order, rank: int, parent: int) -> None:
         log_to(order.folder / f"log-{rank}", order.keep_streams)
         _show_stacks_on_request(order.folder, rank)
         signal.setitimer(signal.ITIMER_REAL, 0)
+        # Dumps are removed with the case, unless the environment sets their directory.
+        os.environ.setdefault("SYMM_TRACE_DIR", str(order.folder / "dumps"))
         os.environ.update(order.env(rank))
         outcome = _run(order, rank)
         _write_calls(order.folder, rank)

@@ -10,19 +10,25 @@ from pathlib import Path
 
 from ._rank import Outcome, ours
 
+#: symm's log line with the path of a dump, whose calls the report contains.
+DUMPED = re.compile(r"^.*the last calls of this process are in .*\n", re.MULTILINE)
 _FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 
 
 @dataclasses.dataclass
 class Ending:
-    """How one rank ended. ``status``: its exit code, or minus a signal; ``None``: it did not end and was killed."""
+    """How one rank ended.
+
+    ``status``: its exit code, or minus a signal; ``None``: it did not end and was killed. ``calls``: its last calls;
+    ``None``: not known, because it ended before it could write them.
+    """
 
     rank: int
     pid: int
     status: int | None
     outcome: Outcome | None
     log: str
-    calls: list[str]
+    calls: list[str] | None
     stacks: str
     #: Seconds that the case waited for the rank, from the start or from another rank's failure.
     waited: float
@@ -52,8 +58,12 @@ def describe(endings: Sequence[Ending], bad: Collection[int], expect_killed: Col
     lines += [f"rank {ending.rank} (pid {ending.pid}) {_ended(ending, expect_killed)}" for ending in endings]
     if any(ending.calls for ending in endings):
         lines += ["", "last calls:"]
-        lines += [f"rank {ending.rank}: {'; '.join(ending.calls) or 'not known'}" for ending in endings]
+        lines += [f"rank {ending.rank}: {_calls(ending.calls)}" for ending in endings]
     return "\n".join(lines)
+
+
+def _calls(calls: list[str] | None) -> str:
+    return "not known" if calls is None else "; ".join(calls) or "none"
 
 
 def _headline(ending: Ending, world_size: int, expect_killed: Collection[int]) -> str:

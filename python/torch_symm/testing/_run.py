@@ -17,7 +17,7 @@ from torch_symm.launch.ranks import Forked
 
 from . import _rank
 from ._rank import Order
-from ._report import Ending
+from ._report import DUMPED, Ending
 from ._report import describe as report
 
 #: How many seconds the other ranks have to end after the first has failed.
@@ -92,7 +92,8 @@ def run_ranks(
         elif ending.outcome is not None:
             results[ending.rank] = ending.outcome.value
     if bad:
-        logs = "".join(f"\n\nrank {rank} printed:\n{results.logs[rank][-4000:]}" for rank in bad if results.logs[rank])
+        printed = {rank: DUMPED.sub("", results.logs[rank])[-4000:] for rank in bad}
+        logs = "".join(f"\n\nrank {rank} printed:\n{log}" for rank, log in printed.items() if log)
         raise RanksFailedError(report(endings, bad, expect_killed) + logs)
     return results
 
@@ -190,5 +191,7 @@ def _ending(folder: Path, ranks: _Ranks, rank: int) -> Ending:
     with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
         # Safe to unpickle: a process that this process forked wrote the file, in a directory of mode 0700.
         outcome = pickle.loads((folder / f"outcome-{rank}").read_bytes())
-    calls, status = text("calls").splitlines(), ranks.forked.status.get(ranks.pids[rank])
+    # A rank that has an outcome without this file has not used symm.
+    calls = text("calls").splitlines() if outcome or (folder / f"calls-{rank}").exists() else None
+    status = ranks.forked.status.get(ranks.pids[rank])
     return Ending(rank, ranks.pids[rank], status, outcome, text("log"), calls, text("stacks"), ranks.waited)
