@@ -84,13 +84,17 @@ def test_a_program_of_gloo_runs_on_symm_and_its_status_is_kept(tmp_path: Path) -
         (["--rdzv-endpoint=a:1", "p.py", "-x"], ["--nproc-per-node=2", "--rdzv-endpoint=a:1", "p.py", "-x"]),
     ],
 )
-def test_options_are_torchruns(words: list[str], passed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_are_torchruns(
+    words: list[str], passed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[list[str]] = []
     monkeypatch.setattr(torchrun, "main", seen.append)
     monkeypatch.setattr("torch_symm.tools.run.ranks_here", lambda: ("cpu", 2))
     monkeypatch.delenv("PET_NPROC_PER_NODE", raising=False)
     monkeypatch.setenv("SYMM_REPLACE_GLOO", "")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.py").touch()
     assert entry.main(["run", *words]) == 0
     assert seen == [passed]
     assert os.environ["SYMM_REPLACE_GLOO"] == ("1" if words[0] == "--replace-gloo" else "")
@@ -100,7 +104,9 @@ def test_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     for words, says in (
         (["run"], "name a program to run"),
         (["run", "--replace-gloo=1", "p.py"], "ignored explicit argument '1'"),
-        (["hello", "--ranks", "1", "--device", "cpu"], "--ranks 1: 2 to 8"),
+        (["run", "nowhere.py"], "there is no program nowhere.py"),
+        (["run", "--nproc-per-node", "0", __file__], "--nproc-per-node 0: must be at least 1"),
+        (["run", "--nproc-per-node=two", __file__], "Unsupported nproc_per_node value: two"),
     ):
         with pytest.raises(SystemExit) as ended:
             entry.main(words)

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from torch_symm.tools.command import PROGRAM, Parser
 
@@ -53,12 +54,21 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
     words: list[str] = given.words
     found = known.parse_args(words)
     program = len(words) - len(found.training_script_args) - 1
+    if not (found.module or found.no_python or Path(words[program]).exists()):
+        parser.error(f"there is no program {words[program]}")
     options = [word for word in words[:program] if word != "--replace-gloo"]
     if found.replace_gloo:
         os.environ["SYMM_REPLACE_GLOO"] = "1"
     asked = any(word.startswith(("--nproc-per-node", "--nproc_per_node")) for word in options)
     if not asked and "PET_NPROC_PER_NODE" not in os.environ:
         options.insert(0, f"--nproc-per-node={ranks_here()[1]}")
+    else:
+        try:
+            started = torchrun.determine_local_world_size(str(found.nproc_per_node))
+        except ValueError as error:
+            parser.error(f"--nproc-per-node: {error}")
+        if started < 1:
+            parser.error(f"--nproc-per-node {found.nproc_per_node}: must be at least 1")
     if all(getattr(found, name) == known.get_default(name) for name in MEETING):
         options.insert(0, "--standalone")
     # Otherwise torchrun would set one thread per rank itself, with a warning of five lines.
