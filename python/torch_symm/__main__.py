@@ -43,9 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM}: there is no command {name!r}{closest(name, COMMANDS)}", file=sys.stderr)
         print(f"  commands: {', '.join(COMMANDS)}\n  what they do: {PROGRAM} --help", file=sys.stderr)
         return 2
-    command = import_module(f"torch_symm.tools.{COMMANDS[name][0]}")
-    parser = command.parser()
     try:
+        # The import of a command may import torch, which takes seconds.
+        command = import_module(f"torch_symm.tools.{COMMANDS[name][0]}")
+        parser = command.parser()
         # torchrun handles SIGTERM itself.
         with nullcontext() if name == "run" else _cleans_up():
             return int(command.run(parser, parser.parse(words[1:])))

@@ -121,12 +121,14 @@ def test_errors_say_what_to_type(typed: str, says: str, capsys: pytest.CaptureFi
     assert f"for example: {entry.PROGRAM} {typed.split()[0]}" in said
 
 
-def test_the_program_is_this_module() -> None:
+def test_the_program_runs_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     # The oldest supported Python cannot read TOML.
     found = re.search(r'^torch-symm = "(.*):(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
     assert found
     module, function = found.groups()
-    assert getattr(import_module(module), function) is entry.main
+    monkeypatch.setattr(sys, "argv", ["torch-symm", "--version"])
+    assert getattr(import_module(module), function)() == 0
+    assert capsys.readouterr().out == f"torch-symm {torch_symm.__version__}\n"
 
 
 #: Content that is not a run, a check or a profile.
@@ -267,6 +269,25 @@ def session(leader: int) -> dict[int, str]:
             continue
         if int(fields[3]) == leader and fields[0] != "Z":
             found[int(name)] = fields[0]
+def test_an_interrupt_while_a_command_is_imported_is_quiet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(entry, "import_module", interrupted)
+    assert entry.main(["hello"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    # The console script imports this package, and with it torch.
+    (tmp_path / "torch_symm").mkdir()
+    (tmp_path / "torch_symm" / "__init__.py").write_text("raise KeyboardInterrupt")
+    path = os.pathsep.join([str(tmp_path), str(ROOT / "python")])
+    program = "import sys, torch_symm_command; sys.exit(torch_symm_command.main())"
+    command, environment = [sys.executable, "-c", program], {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
     return found
 
 

@@ -108,7 +108,7 @@ def test_wheel_is_small_and_complete(wheel: Path) -> None:
     assert {name for name in names if name.endswith(".so")} == {extension, "torch_symm/libtorch_symm.so"}
     assert not any(name.startswith(("tests", "examples", "src")) for name in names)
     assert re.sub(r"\s", "", points) == (
-        "[console_scripts]torch-symm=torch_symm.__main__:main"
+        "[console_scripts]torch-symm=torch_symm_command:main"
         "[pytest11]torch_symm=torch_symm_pytest"
         "[sglang.srt.plugins]symm=torch_symm.engines.sglang:register"
         "[torch.backends]symm=torch_symm._autoload:autoload"
