@@ -9,7 +9,8 @@ from typing import Any
 
 def _options(self: Any) -> str:
     shown = [f"timeout={self._timeout.total_seconds():g}"]
-    shown += [f"{name}={value!r}" for name in ("group_name", "inter_node_backend") if (value := getattr(self, name))]
+    names = ("group_name", "inter_node_backend", "reduce_dtype", "order", "cta_policy", "max_ctas")
+    shown += [f"{name}={value!r}" for name in names if (value := getattr(self, name))]
     return f"torch_symm.Options({', '.join(shown)})"
 
 

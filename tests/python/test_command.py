@@ -215,6 +215,10 @@ def test_options_show_what_they_are_and_without_a_group_nothing_is_described() -
 
 @pytest.mark.parametrize(
     ("sizes", "steps"),
+    options = torch_symm.Options(5, reduce_dtype="float32", order="tree", cta_policy="zero", max_ctas=8)
+    assert repr(options) == (
+        "torch_symm.Options(timeout=5, reduce_dtype='float32', order='tree', cta_policy='zero', max_ctas=8)"
+    )
     [
         ([(8, "a")], [("a", None)]),
         ([(8, "a"), (1000, "b"), (1 << 20, "c")], [("a", 992), ("b", (1 << 20) - 8), ("c", None)]),
