@@ -8,6 +8,7 @@ import os
 import pickle
 import sys
 from pathlib import Path
+from typing import Any
 
 from torch_symm._trace.annotate import annotate_profiler_trace
 from torch_symm._trace.dump import Dump, NotADump, read
@@ -33,31 +34,42 @@ def parser() -> Parser:
     made.add_argument(
         "--annotate", type=Path, metavar="TRACE", help="add the calls' data to this trace of torch.profiler; no report"
     )
-    made.add_argument("--json", action="store_true", help="print the report of each group as one JSON object")
+    made.add_argument("--json", action="store_true", help="print one JSON object, with the report of each group")
     return made
 
 
 def run(_parser: Parser, given: argparse.Namespace) -> int:
     """Prints one report of all dumps; returns 2 if a dump cannot be used."""
-    dumps, files, status = [], list[Path](), 0
+    dumps, files, errors = [], list[Path](), list[str]()
+    found: dict[str, Any] = {}
+    text = ""
     try:
         for path in _files(given.dumps):
             try:
                 dumps.append(read(path))
                 files.append(path)
             except NotADump as error:
-                print(error, file=sys.stderr)
-                status = 2
+                errors.append(str(error))
         if dumps and given.annotate:
-            print(f"{given.annotate}: {annotate_profiler_trace(given.annotate, files)} events have got arguments")
+            found["events"] = annotate_profiler_trace(given.annotate, files)
+            text = f"{given.annotate}: {found['events']} events have got arguments"
         elif dumps and given.torch:
-            _convert(dumps, given.torch)
+            found["written"], missing = _convert(dumps, given.torch)
+            text = "\n".join(found["written"])
+            if missing:
+                print(f"no dump of ranks {missing}: torchfrtrace needs --allow-incomplete-ranks", file=sys.stderr)
         elif dumps:
-            print(json.dumps({"groups": as_json(dumps)}, indent=1) if given.json else render(dumps))
+            found["groups"] = as_json(dumps)
+            text = render(dumps)
     except (NotADump, OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return status
+        errors.append(str(error))
+    for line in errors:
+        print(line, file=sys.stderr)
+    if given.json:
+        print(json.dumps(found | ({"error": "; ".join(errors)} if errors else {}), indent=1))
+    elif text:
+        print(text)
+    return 2 if errors else 0
 
 
 def _files(paths: list[Path]) -> list[Path]:
@@ -70,8 +82,9 @@ def _files(paths: list[Path]) -> list[Path]:
     return files
 
 
-def _convert(dumps: list[Dump], folder: Path) -> None:
-    ranks = convert(dumps)
+def _convert(dumps: list[Dump], folder: Path) -> tuple[list[str], list[int]]:
+    """Writes a file for each rank; returns the files, and the ranks without a dump."""
+    ranks, written = convert(dumps), []
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for rank, content in sorted(ranks.items()):
         target = folder / f"torch_rank_{rank}"
@@ -84,7 +97,6 @@ def _convert(dumps: list[Dump], folder: Path) -> None:
         except BaseException:
             part.unlink(missing_ok=True)
             raise
-        print(target)
+        written.append(str(target))
     members = {member.global_rank for dump in dumps for view in dump.views for member in view.members}
-    if missing := sorted(members - ranks.keys()):
-        print(f"no dump of ranks {missing}: torchfrtrace needs --allow-incomplete-ranks", file=sys.stderr)
+    return written, sorted(members - ranks.keys())
