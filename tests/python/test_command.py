@@ -28,7 +28,7 @@ from torch_symm.tools.tune import profile
 
 #: Options that take a duration or another positive number, and options that take a count; `ODD` has invalid values.
 SECONDS = ("top --interval", "check --seconds", "tune --seconds", "bench --limit", "bench -f")
-COUNTS = ("tune --ranks", "tune --redistribution", "doctor --ranks", "hello --ranks", "bench -n")
+COUNTS = ("tune --ranks", "tune --redistribution", "doctor --ranks", "bench -n")
 #: Options that take the number of ranks of one node.
 RANKS = ("bench -g", "topo --ranks")
 #: Options that take a count or 0.
@@ -90,6 +90,7 @@ def test_all_commands_are_listed_and_others_refused(capsys: pytest.CaptureFixtur
         ("tune --largest 8x", "not a size"),
         ("check --ops all_reduc", "no collective 'all_reduc'; did you mean all_reduce?"),
         *((f"{option}={value}", f"'{value}' is not a number above 0") for option in SECONDS for value in ODD),
+        *((f"hello --device cpu --ranks={value}", "must be from 2 to 8") for value in (*ODD, "1", "9", "two")),
         *((f"{option}={value}", f"'{value}' is not a whole number") for option in COUNTS for value in (*ODD, "1.5")),
         *((f"{option}={value}", f"'{value}' is not a whole number") for option in WHOLE for value in ODD[1:]),
         *(

@@ -14,7 +14,7 @@ from torch_symm import _version
 from torch_symm._repr import counted
 from torch_symm.launch.ranks import run as run_programs
 from torch_symm.tools.bench.units import format_size, format_us
-from torch_symm.tools.command import PROGRAM, Parser, count, overloaded
+from torch_symm.tools.command import PROGRAM, Parser, overloaded
 from torch_symm.tools.doctor import cgroup
 from torch_symm.tools.doctor.smoke_test import children, failed, transport
 
@@ -34,10 +34,17 @@ def parser() -> Parser:
             ("--ranks 4 --device cpu", "start 4 ranks with CPU tensors"),
         ],
     )
-    made.add_argument("--ranks", type=count, help=f"number of ranks, 2 to {MOST_RANKS} (default: GPUs, or cores)")
+    made.add_argument("--ranks", type=_ranks, help=f"number of ranks, 2 to {MOST_RANKS} (default: GPUs, or cores)")
     made.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there are two GPUs, otherwise cpu")
     made.add_argument("--json", action="store_true", help="print one JSON object")
     return made
+
+
+def _ranks(text: str) -> int:
+    """Returns the number of ranks that ``--ranks`` gives."""
+    if text.isascii() and text.isdigit() and len(text) < 20 and 2 <= int(text) <= MOST_RANKS:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r}: must be from 2 to {MOST_RANKS}")
 
 
 def ranks_here(device: str | None = None) -> tuple[str, int]:
@@ -62,8 +69,6 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
     ranks = here if given.ranks is None else given.ranks
     if device == "cuda" and not 2 <= ranks <= here:
         parser.error(f"from 2 ranks on, each with a GPU; torch finds {here} here (--device cpu needs none)")
-    if not 2 <= ranks <= MOST_RANKS:
-        parser.error(f"--ranks {ranks}: 2 to {MOST_RANKS}")
     busy = overloaded()
     if not given.json:
         print(f"starting {ranks} ranks on {device} …", flush=True)
