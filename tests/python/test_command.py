@@ -22,8 +22,10 @@ import torch.distributed as dist
 import torch_symm
 from torch_symm import __main__ as entry
 from torch_symm import _torch_compat
+from torch_symm._live import files
 from torch_symm.testing import init_process_group
 from torch_symm.tools.bench.record import read
+from torch_symm.tools.topo import plot as topo_plot
 from torch_symm.tools.tune import profile
 
 #: Options that take a duration or another positive number, and options that take a count; `ODD` has invalid values.
@@ -88,9 +90,12 @@ def test_all_commands_are_listed_and_others_refused(capsys: pytest.CaptureFixtur
         ("bench --csv nowhere/out.csv", "there is no folder nowhere"),
         ("bench -n 0", "'0' is not a whole number from 1"),
         ("tune --largest 8x", "not a size"),
+        ("tune --device cpu --ranks 2 --output nowhere/p.json", "there is no folder nowhere"),
+        ("tune --check --device cpu --ranks 2 --json nowhere/p.json", "there is no folder nowhere"),
+        ("bench --draw nowhere.json --plot out.svg", "--draw: [Errno 2] No such file"),
+        *((f"hello --device cpu --ranks={value}", "must be from 2 to 8") for value in (*ODD, "1", "9", "two")),
         ("check --ops all_reduc", "no collective 'all_reduc'; did you mean all_reduce?"),
         *((f"{option}={value}", f"'{value}' is not a number above 0") for option in SECONDS for value in ODD),
-        *((f"hello --device cpu --ranks={value}", "must be from 2 to 8") for value in (*ODD, "1", "9", "two")),
         *((f"{option}={value}", f"'{value}' is not a whole number") for option in COUNTS for value in (*ODD, "1.5")),
         *((f"{option}={value}", f"'{value}' is not a whole number") for option in WHOLE for value in ODD[1:]),
         *(
@@ -210,16 +215,16 @@ def test_a_group_is_described_with_its_algorithms(rank: int, debug: str) -> None
 def test_options_show_what_they_are_and_without_a_group_nothing_is_described() -> None:
     options = torch_symm.Options(timeout=5, inter_node_backend="gloo")
     assert repr(options) == "torch_symm.Options(timeout=5, inter_node_backend='gloo')"
+    options = torch_symm.Options(5, reduce_dtype="float32", order="tree", cta_policy="zero", max_ctas=8)
+    assert repr(options) == (
+        "torch_symm.Options(timeout=5, reduce_dtype='float32', order='tree', cta_policy='zero', max_ctas=8)"
+    )
     with pytest.raises(ValueError, match="there is no default group"):
         torch_symm.describe()
 
 
 @pytest.mark.parametrize(
     ("sizes", "steps"),
-    options = torch_symm.Options(5, reduce_dtype="float32", order="tree", cta_policy="zero", max_ctas=8)
-    assert repr(options) == (
-        "torch_symm.Options(timeout=5, reduce_dtype='float32', order='tree', cta_policy='zero', max_ctas=8)"
-    )
     [
         ([(8, "a")], [("a", None)]),
         ([(8, "a"), (1000, "b"), (1 << 20, "c")], [("a", 992), ("b", (1 << 20) - 8), ("c", None)]),
@@ -257,23 +262,47 @@ def test_a_measurement_that_fails_is_json(
     said = capsys.readouterr()
     assert json.loads(said.out) == {"device": "cpu", "ranks": 2, "error": "nothing was measured"}
     assert "what people read\nnothing was measured" in said.err
-    path = tmp_path / "new" / "out.json"
+    path = tmp_path / "out.json"
     monkeypatch.setattr(command, "_check", lambda *_: {"points": []})
     assert entry.main(["tune", "--check", "--device", "cpu", "--ranks", "2", "--json", str(path)]) == 0
     assert json.loads(path.read_text())["points"] == []
     assert capsys.readouterr().out == f"written to {path}\n"
 
 
-def session(leader: int) -> dict[int, str]:
-    """Returns the states of the processes in the session of ``leader``."""
-    found = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == leader and fields[0] != "Z":
-            found[int(name)] = fields[0]
+def test_other_failures_are_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "traces"
+    place.mkdir(mode=0o700)
+    stats = place / files.name(os.getpid())
+    stats.write_text("7")
+    stats.chmod(0o600)
+    with monkeypatch.context() as changes:
+        changes.setattr("importlib.util.find_spec", lambda *_: True)
+        changes.setattr(topo_plot, "draw", fails)
+        assert entry.main(["topo", "--json", "--plot", str(tmp_path / "host.svg")]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["error"] == "failed: the disk is full" and found["processor"]
+    for status, typed in (
+        (2, ["trace", str(tmp_path / "none"), "--json"]),
+        (2, ["trace", str(place), "--json"]),
+        (2, ["trace", str(stats), "--torch", str(tmp_path), "--json"]),
+        (2, ["top", str(os.getpid()), "--dir", str(place), "--json"]),
+    ):
+        assert entry.main(typed) == status, typed
+        said = capsys.readouterr()
+        assert json.loads(said.out) == {"error": said.err.strip()}, typed
+    for typed in (["bench", "--draw", str(stats), "--plot", "x.svg", "--json"], ["top", "1", "--dir", "/", "--json"]):
+        with pytest.raises(SystemExit):
+            entry.main(typed)
+        said = capsys.readouterr()
+        assert json.loads(said.out)["error"] in said.err, typed
+
+
+def fails(*_: object) -> None:
+    raise OSError("the disk is full")
+
+
 def test_an_interrupt_while_a_command_is_imported_is_quiet(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,6 +322,16 @@ def test_an_interrupt_while_a_command_is_imported_is_quiet(
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
+def session(leader: int) -> dict[int, str]:
+    """Returns the states of the processes in the session of ``leader``."""
+    found = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == leader and fields[0] != "Z":
+            found[int(name)] = fields[0]
     return found
 
 

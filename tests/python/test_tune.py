@@ -83,7 +83,7 @@ def test_what_is_measured_is_what_the_model_says(tmp_path: Path, tune: Tune, mon
     # More launches only repeat the same steps, so one is enough.
     monkeypatch.setattr(command, "LAUNCHES", 1)
     monkeypatch.setattr(command, "VISITS", 2)
-    path = tmp_path / "mine" / "profile.json"
+    path = tmp_path / "profile.json"
     output = tune("--ranks", "2", "--largest", "16K", "--seconds", "0.5", "--output", str(path))
     assert "2 ranks on" in output and str(path) in output
     written = json.loads(path.read_text())
@@ -228,7 +228,7 @@ def test_the_threshold_is_where_the_caches_stop_helping() -> None:
 def test_an_earlier_check_is_drawn(tmp_path: Path, tune: Tune) -> None:
     times = {"measured": 9.0, "predicted": 8.0, "links": 5.0, "torch": 1.0}
     point = {"ranks": 2, "op": "all_gather", "algorithm": "staged", **times}
-    check, picture = tmp_path / "check.json", tmp_path / "new" / "curves.svg"
+    check, picture = tmp_path / "check.json", tmp_path / "curves.svg"
     check.write_text(json.dumps({"origin": "a test", "points": [{**point, "bytes": 1448}, {**point, "bytes": 2896}]}))
     if find_spec("matplotlib") is None:
         output = "--plot: needs matplotlib, which is not installed: pip install matplotlib"
@@ -253,13 +253,12 @@ def test_outputs_are_checked_before_and_their_failure_keeps_the_result(
     monkeypatch.setattr(command, "_measured", lambda *given: measured.append(given) or (0, found))
     monkeypatch.setattr("importlib.util.find_spec", lambda *_: True)
     monkeypatch.setattr(plot, "draw", fails)
-    file = tmp_path / "file"
-    file.touch()
+    new = tmp_path / "new"
     assert "ends in one of .png, .svg, .pdf" in tune("--check", "--plot", str(tmp_path / "costs.doc"), expect=2)
-    for option, path in (("--plot", file / "costs.svg"), ("--json", file / "x.json"), ("--output", file / "x.json")):
-        assert "its folder cannot be created" in tune("--check", option, str(path), expect=2)
-    assert not measured
-    written, picture = tmp_path / "new" / "check.json", tmp_path / "out" / "costs.svg"
+    for option, path in (("--plot", new / "costs.svg"), ("--json", new / "x.json"), ("--output", new / "x.json")):
+        assert f"there is no folder {new}" in tune("--check", option, str(path), expect=2)
+    assert not measured and not new.exists()
+    written, picture = tmp_path / "check.json", tmp_path / "costs.svg"
     said = tune("--check", "--json", str(written), "--plot", str(picture), expect=1)
     assert "failed: the disk is full" in said and json.loads(written.read_text())["points"] == found["points"]
     assert "failed: the disk is full" in tune("--draw", str(written), "--plot", str(picture), expect=1)

@@ -79,12 +79,26 @@ def ranks(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks: a group of one node has 2 to {MOST_RANKS}")
 
 
+def check_folder(parser: Parser, path: Path) -> None:
+    """Ends the command before it measures data that it cannot write to ``path``."""
+    if not path.absolute().parent.is_dir():
+        parser.error(f"{path}: there is no folder {path.parent}")
+
+
 def check_plot(parser: Parser, path: Path, endings: Sequence[str]) -> None:
     """Ends the command before it measures data that it cannot draw to ``path``."""
+    check_folder(parser, path)
     if path.suffix not in endings:
         parser.error(f"--plot {path}: the name ends in one of {', '.join(endings)}")
     if importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot: needs matplotlib, which is not installed: pip install matplotlib")
+
+
+def report(error: object, as_json: bool) -> None:
+    """Prints why a command failed to standard error; if it ``as_json`` prints one object, also as that object."""
+    print(error, file=sys.stderr, flush=True)
+    if as_json:
+        print(json.dumps({"error": str(error)}, indent=1))
 
 
 def counts(text: str) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch_symm._live import files, table
 from torch_symm._trace.dump import Dump, NotADump, read
 from torch_symm._trace.report import merge
-from torch_symm.tools.command import PROGRAM, Parser, positive
+from torch_symm.tools.command import PROGRAM, Parser, positive, report
 
 HOW = "start the job with SYMM_STATS_INTERVAL=2, and give this command its SYMM_TRACE_DIR, if it has one"
 
@@ -58,9 +58,9 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
             dumps = files.job(read(place / files.name(pid), private=True), place)
         except NotADump as error:
             if not files.running(pid):
-                print(f"process {pid} has ended", file=sys.stderr)
+                report(f"process {pid} has ended", given.json)
                 return 0
-            print(error, file=sys.stderr)
+            report(error, given.json)
             return 2
         if given.json:
             print(json.dumps(_as_json(dumps), indent=1))

@@ -10,7 +10,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch_symm.tools.command import Parser, check_plot, closest, count, overloaded, positive, ranks, whole
+from torch_symm.tools.command import (
+    Parser,
+    check_folder,
+    check_plot,
+    closest,
+    count,
+    overloaded,
+    positive,
+    ranks,
+    report,
+    whole,
+)
 
 from .units import LIMIT_S, format_size, parse_size
 
@@ -121,9 +132,9 @@ class Plan:
 
 def run(parser: Parser, given: argparse.Namespace) -> int:
     """Measures and prints row after row; returns 1 if a result was wrong or a rank failed."""
-    _check_outputs(parser, given)
     if given.draw:
         return _draw(parser, given)
+    _check_outputs(parser, given)
     todo = plan(parser, given)
     # Imported here, because these modules import torch.
     from . import columns, machine, plot
@@ -228,9 +239,15 @@ def _draw(parser: Parser, given: argparse.Namespace) -> int:
         parser.error("--draw: --plot says where the figure goes")
     try:
         rows, here = read(given.draw)
+    except OSError as error:
+        parser.error(f"--draw: {error}")
+    except ValueError as error:
+        parser.error(str(error))
+    check_plot(parser, given.plot, plot.ENDINGS)
+    try:
         plot.draw(rows, plot.title(here), given.plot)
     except (OSError, ValueError) as error:
-        print(f"failed: {error}", file=sys.stderr)
+        report(f"failed: {error}", given.json == "-")
         return 1
     return 0
 
@@ -240,9 +257,9 @@ def _check_outputs(parser: Parser, given: argparse.Namespace) -> None:
 
     if given.plot:
         check_plot(parser, given.plot, plot.ENDINGS)
-    for path in (given.plot, given.csv, given.json and given.json != "-" and Path(given.json)):
-        if path and not path.absolute().parent.is_dir():
-            parser.error(f"{path}: there is no folder {path.parent}")
+    for path in (given.csv, given.json and given.json != "-" and Path(given.json)):
+        if path:
+            check_folder(parser, path)
 
 
 def plan(parser: Parser, given: argparse.Namespace) -> Plan:

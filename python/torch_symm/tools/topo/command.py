@@ -43,8 +43,6 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
     """Prints section by section; returns 1 if torch or the native part cannot be loaded."""
     if given.plot:
         check_plot(parser, given.plot, plot.ENDINGS)
-        if not given.plot.absolute().parent.is_dir():
-            parser.error(f"--plot {given.plot}: there is no folder {given.plot.parent}")
     probed = probe(given.ranks)
     sections = []
     for section in _sections(probed, given.ranks or max(2, probed.gpus), given.measure):
@@ -53,8 +51,7 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
             print(render(section), flush=True)
             for problem in section.problems:
                 print(f"             {problem.text}; {problem.remedy}", flush=True)
-    if given.json:
-        print(json.dumps({section.name: section.found for section in sections}, indent=1))
+    errors = [problem.text for section in sections for problem in section.problems if not probed.works]
     if given.plot:
         devices, nvlinks = probed.of("gpus").get("devices", []), probed.of("links").get("nvlinks", [])
         if not devices and "links" in probed.found:
@@ -63,8 +60,11 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
             plot.draw(sections[0].found, devices, nvlinks, given.plot)
         except (OSError, ValueError) as error:
             print(f"failed: {error}", file=sys.stderr)
-            return 1
-    return int(not probed.works)
+            errors.append(f"failed: {error}")
+    if given.json:
+        found = {section.name: section.found for section in sections}
+        print(json.dumps(found | ({"error": "; ".join(errors)} if errors else {}), indent=1))
+    return int(bool(errors) or not probed.works)
 
 
 def _described() -> tuple[list[dict[str, str]], list[list[int]]]:

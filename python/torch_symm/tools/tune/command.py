@@ -17,7 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_symm.tools.bench.units import parse_size
-from torch_symm.tools.command import MOST_RANKS, Parser, check_figures, check_plot, count, positive
+from torch_symm.tools.command import (
+    MOST_RANKS,
+    Parser,
+    check_figures,
+    check_folder,
+    check_plot,
+    count,
+    positive,
+    report,
+)
 
 from . import measurement_points as sizes
 from .measurement_points import LARGEST, OPS, SMALLEST, Point
@@ -58,7 +67,13 @@ def parser() -> Parser:
     )
     made.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there are two GPUs, otherwise cpu")
     made.add_argument("--ranks", type=count, help=f"number of ranks (default: all GPUs; {CPU_RANKS} on CPU)")
-    made.add_argument("--seconds", type=positive, default=SECONDS, help=f"time for measuring (default: {SECONDS:.0f})")
+    made.add_argument(
+        "--seconds",
+        type=positive,
+        default=SECONDS,
+        help=f"approximate time for measuring (default: {SECONDS:.0f}); every point is measured at least once in each "
+        f"of {LAUNCHES} launches, which may take longer",
+    )
     made.add_argument("--largest", default=str(LARGEST), help="size of the largest tensor (default: 256M)")
     made.add_argument("--ops", default=",".join(OPS), help="comma-separated collectives, of: " + ", ".join(OPS))
     made.add_argument(
@@ -113,7 +128,7 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
         parser.error(f"--ranks: {world} ranks cannot be measured on {gpus} GPUs" if gpus else "--ranks: at least 2")
     for path in (given.output, given.json and given.json != "-" and Path(given.json)):
         if path:
-            _make_folder(parser, path)
+            check_folder(parser, path)
     with redirect_stdout(sys.stderr) if given.json == "-" else nullcontext():
         status, found = _measured(given, device, world, ops, largest)
     if given.json == "-":
@@ -128,7 +143,9 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
     if given.plot and "origin" in found:
         from .check import Compared
 
-        status |= _drawn([Compared(**point) for point in found["points"]], found["origin"], given.plot)
+        compared = [Compared(**point) for point in found["points"]]
+        # Standard output already has the object.
+        status |= _drawn(compared, found["origin"], given.plot, as_json=False)
     return status
 
 
@@ -165,25 +182,20 @@ def _inter_node(parser: Parser, given: argparse.Namespace) -> int:
             parser.error("--inter-node --device cuda: torch finds no GPU here")
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         parser.error("--inter-node: start it on every node: torchrun --nnodes 2 ... -m torch_symm tune --inter-node")
+    if given.json:
+        parser.error("--inter-node: prints no JSON; the profile has the measurements (--output names its file)")
+    if given.output:
+        check_folder(parser, given.output)
     from .inter_node import run as measured
 
     return measured(given.seconds, given.output, device)
 
 
 def _check_plot(parser: Parser, path: Path) -> None:
-    """Ends the command before it measures data that it cannot draw, and creates the folder of the drawing."""
+    """Ends the command before it measures data that it cannot draw."""
     from .plot import ENDINGS
 
     check_plot(parser, path, ENDINGS)
-    _make_folder(parser, path)
-
-
-def _make_folder(parser: Parser, path: Path) -> None:
-    """Creates the folder of an output, or ends the command."""
-    try:
-        path.absolute().parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"{path}: its folder cannot be created: {error}")
 
 
 def _measure(title: str, device: str, world: int, points: list[Point], seconds: float, path: Path | None) -> Launches:
@@ -315,17 +327,17 @@ def _draw(parser: Parser, given: argparse.Namespace) -> int:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         parser.error(f"--draw: {given.draw} holds no check: {error}")
     _check_plot(parser, given.plot)
-    return _drawn(compared, title, given.plot)
+    return _drawn(compared, title, given.plot, given.json == "-")
 
 
-def _drawn(compared: Sequence[Compared], title: str, path: Path) -> int:
+def _drawn(compared: Sequence[Compared], title: str, path: Path, as_json: bool) -> int:
     """Draws a check; returns 1 if that failed."""
     from .plot import draw
 
     try:
         draw(compared, title, path)
     except (OSError, ValueError) as error:
-        print(f"failed: {error}", file=sys.stderr, flush=True)
+        report(f"failed: {error}", as_json)
         return 1
     return 0
 
