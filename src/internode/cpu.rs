@@ -52,8 +52,7 @@ impl InternodeExecutor<'_> {
         let slots = self.open(1, 0)?.finish()?;
         let lengths = match slots.common_length {
             Some(_) if self.is_short() => {
-                self.take_short(&slots);
-                return Ok(());
+                return self.take_short(&slots);
             }
             Some(bytes) => MessageLengths::Even(bytes),
             None => self.exchange_lengths()?,
@@ -66,7 +65,7 @@ impl InternodeExecutor<'_> {
     /// rows, or into scratch memory if that output is too short. 2. Each rank norms all rows.
     fn norm(&self) -> Result<()> {
         let (Some(norm), input) = (Norm::of(self.call), self.call.inputs[0]) else { return Ok(()) };
-        let mut beside = Scratch::new(if norm.normed == Normed::Same { 0 } else { input.bytes });
+        let mut beside = Scratch::new(if norm.normed == Normed::Same { 0 } else { input.bytes })?;
         let summed = if norm.normed == Normed::Same { self.call.outputs[0] } else { beside.span() };
         let reduce = CallSpec {
             op: Collective::AllReduce,
@@ -95,7 +94,7 @@ impl InternodeExecutor<'_> {
     /// Runs the steps of `program`, whose memory for transfers is the staging of the rail that
     /// `opening` has.
     fn walk(&self, program: &Program, mut opening: HeaderExchange<'_>) -> Result<()> {
-        let mut aside = Scratch::new(program.aside);
+        let mut aside = Scratch::new(program.aside)?;
         let temp =
             opening.call_rail.as_ref().map_or(0, |between| between.staged(between.begin, 0).addr);
         let bases = Bases { temp, aside: aside.span().addr };

@@ -51,8 +51,20 @@ pub(super) struct InternodeExecutor<'a> {
 pub(super) struct Scratch(Vec<u8>);
 
 impl Scratch {
-    pub(super) fn new(bytes: usize) -> Self {
-        Self(vec![0; bytes])
+    /// Returns `bytes` zeros.
+    ///
+    /// # Errors
+    /// `Config` if the memory is not available.
+    pub(super) fn new(bytes: usize) -> Result<Self> {
+        let mut memory = Vec::new();
+        memory.try_reserve_exact(bytes).map_err(|error| {
+            Error::config(format!(
+                "out of memory: a collective of several nodes needs {bytes} bytes for data in \
+                 transit: {error}"
+            ))
+        })?;
+        memory.resize(bytes, 0);
+        Ok(Self(memory))
     }
 
     pub(super) fn span(&mut self) -> Span {
@@ -264,5 +276,21 @@ impl<'a> CallRail<'a> {
                     error.message
                 ))
             })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::ErrorKind;
+
+    #[test]
+    fn memory_that_is_refused_is_an_error() {
+        assert_eq!(Scratch::new(5).expect("a few bytes").bytes(), [0; 5]);
+        let refused = Scratch::new(isize::MAX as usize).err().expect("more than there is");
+        refused.assert_says(
+            ErrorKind::Config,
+            &["out of memory: a collective of several nodes needs 9223372036854775807 bytes"],
+        );
     }
 }

@@ -80,7 +80,7 @@ impl InternodeExecutor<'_> {
         if short && self.input_bytes(self.rank) > 0 {
             self.record(&mut own[CallHeader::BYTES..]);
         }
-        let mut shown = Scratch::new(self.local_size() * HEADER_SLOT_BYTES);
+        let mut shown = Scratch::new(self.local_size() * HEADER_SLOT_BYTES)?;
         if self.local_size() == 1 {
             copy_bytes(Span { addr: own.as_ptr().addr(), bytes: HEADER_SLOT_BYTES }, shown.span());
         } else {
@@ -105,7 +105,7 @@ impl InternodeExecutor<'_> {
             slot[..CallHeader::BYTES]
                 .copy_from_slice(&CallHeader::of(self.user_call, self.sequence).to_bytes(even));
             if short {
-                self.fill(&mut slot, &shown);
+                self.fill(&mut slot, &shown)?;
             }
             copy_bytes(
                 Span { addr: slot.as_ptr().addr(), bytes: HEADER_SLOT_BYTES },
@@ -123,7 +123,7 @@ impl InternodeExecutor<'_> {
 
     /// Fills the node's `slot` with the data of its ranks' slots in `shown`: with their records in
     /// rank order, or with their sum.
-    fn fill(&self, slot: &mut [u8; HEADER_SLOT_BYTES], shown: &Scratch) {
+    fn fill(&self, slot: &mut [u8; HEADER_SLOT_BYTES], shown: &Scratch) -> Result<()> {
         let ranks = self.node_map.ranks_of(self.node());
         let records = ranks.iter().zip(shown.bytes().chunks_exact(HEADER_SLOT_BYTES)).map(
             |(&rank, shown)| {
@@ -147,6 +147,7 @@ impl InternodeExecutor<'_> {
             to.copy_from_slice(record);
             end += record.len();
         }
+        Ok(())
     }
 
     /// Returns the same as [`Self::open`], without an exchange, for a call that all nodes were
@@ -156,7 +157,7 @@ impl InternodeExecutor<'_> {
         Ok(HeaderExchange {
             executor: self,
             call_rail: between,
-            slots: Scratch::new(self.node_map.num_nodes() * HEADER_SLOT_BYTES),
+            slots: Scratch::new(self.node_map.num_nodes() * HEADER_SLOT_BYTES)?,
         })
     }
 
@@ -202,7 +203,7 @@ impl InternodeExecutor<'_> {
         let (node, nodes, row) = (self.node(), self.node_map.num_nodes(), words.len() * 8);
         let most =
             (0..nodes).map(|node| self.node_map.ranks_of(node).len()).max().unwrap_or(0) * row;
-        let mut all = Scratch::new(nodes * most);
+        let mut all = Scratch::new(nodes * most)?;
         let whole = all.span();
         let mine = part(whole, &(node * most..node * most + self.local_size() * row));
         let own = Span { addr: words.as_mut_ptr().addr(), bytes: row };

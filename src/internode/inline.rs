@@ -18,12 +18,11 @@ impl InternodeExecutor<'_> {
     ///    nodes, and take the parts that they need.
     pub(super) fn short(&self) -> Result<()> {
         let slots = self.open(1, 0)?.finish()?;
-        self.take_short(&slots);
-        Ok(())
+        self.take_short(&slots)
     }
 
     /// Writes the outputs of a short call.
-    pub(super) fn take_short(&self, slots: &NodeSlots) {
+    pub(super) fn take_short(&self, slots: &NodeSlots) -> Result<()> {
         let records = if self.call.op.reduces() { Vec::new() } else { slots.records(self) };
         let given =
             |rank: Rank| span(records[self.node_map.node_of(rank)][self.node_map.local_rank(rank)]);
@@ -36,7 +35,9 @@ impl InternodeExecutor<'_> {
                 } else {
                     0
                 };
-                outputs.iter().for_each(|&output| self.combine_slots(slots, skipped, output));
+                return outputs
+                    .iter()
+                    .try_for_each(|&output| self.combine_slots(slots, skipped, output));
             }
             Collective::Broadcast => {
                 outputs.iter().for_each(|&output| copy_bytes(given(root), output))
@@ -50,6 +51,7 @@ impl InternodeExecutor<'_> {
                 self.each(|from, output| copy_bytes(nth(given(from), me, output.bytes), output))
             }
         }
+        Ok(())
     }
 
     /// Calls `take` for each output and the rank that fills it.
@@ -70,10 +72,10 @@ impl InternodeExecutor<'_> {
 
     /// Reduces the inputs of this node's ranks, each multiplied by its factor, and writes the
     /// partial sum to `to`. `given` has a pair of factor and input for each rank.
-    pub(super) fn sum_records(&self, given: &[(f64, &[u8])], to: &mut [u8]) {
+    pub(super) fn sum_records(&self, given: &[(f64, &[u8])], to: &mut [u8]) -> Result<()> {
         let (dtype, wide) = (self.call.dtype, self.partial_dtype());
         let levels = TwoLevelOps::of(self.call.reduce_op, dtype, self.node_map);
-        let mut widened = Scratch::new(if wide == dtype { 0 } else { given.len() * to.len() });
+        let mut widened = Scratch::new(if wide == dtype { 0 } else { given.len() * to.len() })?;
         let copies = widened.span();
         let source = |(at, (factor, given)): (usize, &(f64, &[u8]))| {
             let mut from = span(given);
@@ -98,21 +100,24 @@ impl InternodeExecutor<'_> {
                 WriteMode::Cached,
             )
         }
+        Ok(())
     }
 
     /// Combines the partial sums of all nodes, from byte `skipped` of the tensor on, into `output`.
-    fn combine_slots(&self, slots: &NodeSlots, skipped: usize, output: Span) {
+    fn combine_slots(&self, slots: &NodeSlots, skipped: usize, output: Span) -> Result<()> {
         let (dtype, wide) = (self.call.dtype, self.partial_dtype());
         let scaled = |bytes: usize| bytes / dtype.size() * wide.size();
         let part = scaled(skipped)..scaled(skipped + output.bytes);
         let partials: Vec<Span> =
             slots.data(self.partial_bytes()).map(|sum| span(&sum[part.clone()])).collect();
         if wide == dtype {
-            return self.combine(&partials, output, dtype);
+            self.combine(&partials, output, dtype);
+            return Ok(());
         }
-        let mut sum = Scratch::new(part.len());
+        let mut sum = Scratch::new(part.len())?;
         self.combine(&partials, sum.span(), wide);
         self.cast(sum.span(), output, false);
+        Ok(())
     }
 }
 

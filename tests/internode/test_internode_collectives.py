@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from cases import FACTORS, Case, Reference, long_inputs, long_sum, shared
 from collectives import MOVING, ON_CPU, REDUCING, ROOTED, make, prefixes, run
-from launch import nodes_of, run_nodes
+from launch import nodes_of, on_nodes, run_nodes
 
 #: Numbers of elements: none, one, a few, and, in float32, enough for one rail and for all rails.
 COUNTS = (0, 1, 37, 4099, 33_001)
@@ -134,6 +135,28 @@ def every_op(rank: int, world: int, layout: Sequence[int], dtypes: Sequence[torc
         for length in LENGTHS if op == "SUM" else LENGTHS[:-1]:
             dist.all_reduce(got := own[:length].clone(), expected.op_of(op, FACTORS[rank]))
             expected.assert_same(got, wanted[:length], (op, dtype, length))
+
+
+def peak() -> int:
+    """The largest number of bytes of memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+@on_nodes(2, 2)
+def test_an_all_gather_into_a_list_takes_no_memory_of_its_length(rank: int, world_size: int) -> None:
+    own, whole = (
+        torch.full((16 << 20,), rank, dtype=torch.uint8),
+        torch.ones(world_size * (16 << 20), dtype=torch.uint8),
+    )
+    outputs = [torch.full_like(own, 255) for _ in range(world_size)]
+    # Needs the same memory for data in transit.
+    dist.all_gather_into_tensor(whole, own)
+    before = peak()
+    dist.all_gather(outputs, own)
+    more = peak() - before
+    assert all(bool((output == other).all()) for other, output in enumerate(outputs))
+    # A copy of the other node's data would take two times the length of the input.
+    assert more < own.nbytes, f"{more >> 20} MiB more"
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 //! Programs of calls that move bytes. Pure.
 
 use super::carriers::MessageLengths;
-use super::planner::Planner;
+use super::planner::{Planner, parts};
 use super::step::{NOWHERE, Place, RailOp, Step};
 use crate::coll::call::{Collective, Span};
 use std::ops::Range;
@@ -90,26 +90,13 @@ impl Planner<'_> {
         let lengths: Vec<usize> =
             outputs.iter().map(|places| places.iter().map(Place::bytes).sum()).collect();
         self.choose_rails(lengths.iter().sum());
-        let mut apart: Vec<(Place, usize)> = Vec::new();
-        let mut whole = |(other, places): (usize, &Vec<Place>)| {
-            Place::joined(places).unwrap_or_else(|| {
-                // This node's inputs do not use the wire.
-                let whole = if other == node { NOWHERE } else { self.take_aside(lengths[other]) };
-                apart.push((whole, other));
-                whole
-            })
-        };
-        let wholes: Vec<Place> = outputs.iter().enumerate().map(&mut whole).collect();
         let chunks = self.cut_each(&lengths, 1);
         self.agree();
         let own = self.call.inputs.iter().map(|&span| Place::given(span)).collect();
         self.move_intra_node(Collective::AllGather, 0, own, outputs[node].clone());
         self.chunked(chunks.len(), |planner, chunk| {
-            planner.all_gather_chunk(&outputs[node], &wholes, &chunks[chunk])
+            planner.all_gather_chunk(&outputs, &chunks[chunk])
         });
-        for (whole, other) in apart.into_iter().filter(|&(_, other)| other != node) {
-            self.scatter_into(whole, &outputs[other]);
-        }
     }
 
     /// Plans the case that each node has one rank and all inputs have the same length: only the
@@ -127,22 +114,30 @@ impl Planner<'_> {
     }
 
     /// Plans one chunk: `pieces[h][r]` of the inputs of node `h` travels over rail `r` to
-    /// `wholes[h]` on the other nodes. `own` has this node's inputs.
-    fn all_gather_chunk(&mut self, own: &[Place], wholes: &[Place], pieces: &[Vec<Range<usize>>]) {
+    /// `outputs[h]` on the other nodes.
+    fn all_gather_chunk(&mut self, outputs: &[Vec<Place>], pieces: &[Vec<Range<usize>>]) {
         let (node, local, nodes) = (self.node(), self.local(), self.layout.num_nodes());
         let lengths: Vec<usize> =
             pieces.iter().map(|pieces| pieces.get(local).map_or(0, Range::len)).collect();
         let received = self.take(self.shared_bytes(&lengths));
         let mut shared = vec![NOWHERE; nodes];
         if lengths.iter().any(|&bytes| bytes > 0) {
-            let from = self.on_the_wire(own, &pieces[node][local], self.given_bytes(&lengths));
+            let (own, bytes) = (&outputs[node], self.given_bytes(&lengths));
+            let from = self.on_the_wire(own, &pieces[node][local], bytes);
             shared = self.share(from, &lengths, received);
         }
         self.next_stage();
         for other in (0..nodes).filter(|&other| other != node) {
-            let take = self
-                .for_locals(pieces[other].iter().map(|piece| wholes[other].part(piece)).collect());
+            // A piece that is in several outputs arrives in memory of its own.
+            let places: Vec<Vec<Place>> =
+                pieces[other].iter().map(|piece| parts(&outputs[other], piece)).collect();
+            let mut whole = |(places, piece): (&Vec<Place>, &Range<usize>)| {
+                Place::joined(places).unwrap_or_else(|| self.take_aside(piece.len()))
+            };
+            let wholes: Vec<Place> = places.iter().zip(&pieces[other]).map(&mut whole).collect();
+            let take = self.for_locals(wholes.clone());
             self.move_intra_node(Collective::AllGather, 0, vec![shared[other]], take);
+            wholes.iter().zip(&places).for_each(|(&from, to)| self.scatter_into(from, to));
         }
     }
 

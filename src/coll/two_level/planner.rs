@@ -386,7 +386,7 @@ impl Planner<'_> {
 }
 
 /// Returns the parts of `places` that hold the bytes `range` of their concatenation.
-fn parts(places: &[Place], range: &Range<usize>) -> Vec<Place> {
+pub(super) fn parts(places: &[Place], range: &Range<usize>) -> Vec<Place> {
     let whole = ranges(places.iter().map(Place::bytes));
     places
         .iter()
