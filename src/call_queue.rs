@@ -119,7 +119,7 @@ impl CallQueue {
     /// Runs `calls` on this thread after all earlier calls, and returns when they have ended.
     pub fn run(&self, calls: &[Call<'_>], timeout: Duration) -> Result<()> {
         interrupt::check_outside(self.address())?;
-        self.recorder.ask(calls.len());
+        self.recorder.ask_on_host(calls.len());
         let mut state = lock(&self.state);
         if !state.busy && state.queue.is_empty() {
             state.busy = true;
@@ -178,7 +178,7 @@ impl CallQueue {
         if state.idle_workers == 0 {
             self.start_worker(&mut state)?;
         }
-        self.recorder.ask(calls.len());
+        self.recorder.ask_on_host(calls.len());
         let number = self.recorder.schedule(calls, timeout, true, CallTarget::Cpu);
         let mut job = QueuedJob::new(calls, number, timeout, completion);
         if !state.busy && state.queue.is_empty() {

@@ -106,10 +106,9 @@ impl LocalRejections {
         let mut note = lock(&self.note);
         if let RejectedCall::Collective { .. } | RejectedCall::Operator = refused {
             let barriers = self.control.barriers(self.control.rank());
-            self.control.note_rejection(self.recorder.collectives() + u64::from(barriers.met));
-            self.internode
-                .iter()
-                .for_each(|internode| internode.note_rejected(self.recorder.collectives()));
+            let (calls, on_host) = (self.recorder.collectives(), self.recorder.on_host());
+            self.control.note_rejection(calls + u64::from(barriers.met));
+            self.internode.iter().for_each(|internode| internode.note_rejected(calls, on_host));
         }
         let look = self.poll_until_settled(REJECTION_DELAY);
         *note = Some(RejectionNote {

@@ -28,11 +28,12 @@ impl LocalCallState {
         *lock(&self.waiting) = call;
     }
 
-    /// Records that a call was rejected after `calls` others were made.
-    pub(super) fn note_rejected(&self, calls: u64) {
+    /// Records that a call was rejected after `calls` others were made, `on_host` of them on CPU
+    /// tensors.
+    pub(super) fn note_rejected(&self, calls: u64, on_host: u64) {
         let mut last = lock(&self.rejected);
         let times = last.filter(|last| last.calls == calls).map_or(0, |last| last.times) + 1;
-        *last = Some(CallPosition { calls, times });
+        *last = Some(CallPosition { calls, times, on_host });
     }
 
     /// Returns the point at which a call was last rejected.

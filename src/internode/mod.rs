@@ -250,9 +250,10 @@ impl Internode {
         ))
     }
 
-    /// Records that a call was rejected after `calls` others were made.
-    pub fn note_rejected(&self, calls: u64) {
-        self.current.note_rejected(calls);
+    /// Records that a call was rejected after `calls` others were made, `on_host` of them on CPU
+    /// tensors.
+    pub fn note_rejected(&self, calls: u64, on_host: u64) {
+        self.current.note_rejected(calls, on_host);
     }
 
     /// Notifies the other nodes of the last rejected call, with the reason `text`.

@@ -76,6 +76,8 @@ pub struct GroupRecorder {
     group: u64,
     control: Arc<ControlBlock>,
     collectives: AtomicU64,
+    /// Number of `collectives` on CPU tensors.
+    on_host: AtomicU64,
     messages: AtomicU64,
     cuda: AtomicBool,
     failed: AtomicBool,
@@ -108,6 +110,7 @@ impl GroupRecorder {
             group,
             control: Arc::clone(control),
             collectives: AtomicU64::new(0),
+            on_host: AtomicU64::new(0),
             messages: AtomicU64::new(0),
             cuda: AtomicBool::new(false),
             failed: AtomicBool::new(false),
@@ -288,14 +291,25 @@ impl GroupRecorder {
         }
     }
 
-    /// Counts collectives that the program calls.
+    /// Counts collectives on CUDA tensors that the program calls.
     pub fn ask(&self, calls: usize) {
         self.collectives.fetch_add(calls as u64, Ordering::Relaxed);
+    }
+
+    /// Counts collectives on CPU tensors that the program calls.
+    pub fn ask_on_host(&self, calls: usize) {
+        self.on_host.fetch_add(calls as u64, Ordering::Relaxed);
+        self.ask(calls);
     }
 
     /// Returns the number of collectives that the program has called.
     pub fn collectives(&self) -> u64 {
         self.collectives.load(Ordering::Relaxed)
+    }
+
+    /// Returns the number of collectives on CPU tensors that the program has called.
+    pub fn on_host(&self) -> u64 {
+        self.on_host.load(Ordering::Relaxed)
     }
 
     /// Returns the number of collectives, sends and receives that the program has called.

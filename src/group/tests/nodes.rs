@@ -169,6 +169,30 @@ fn ranks_that_disagree_get_a_mismatch_on_all_nodes() {
     }
 }
 
+// proves P9
+#[test]
+fn a_node_that_rejects_a_call_is_reported_after_calls_of_cuda_tensors() {
+    let over = std::sync::Barrier::new(2);
+    on_nodes(&[0, 1], |group, rank| {
+        group.run(&[Call::barrier(None)], None).expect("all alike");
+        // As a launch does.
+        group.recorder.ask(1);
+        let outcome = if rank == 0 {
+            group.reject("no such dtype".into());
+            None
+        } else {
+            Some(group.run(&[Call::barrier(None)], None))
+        };
+        over.wait();
+        if let Some(outcome) = outcome {
+            let call = "blocked in barrier, collective #2";
+            outcome
+                .expect_err("rank 0 rejects it")
+                .assert_says(ErrorKind::Mismatch, &[call, "no such dtype"]);
+        }
+    });
+}
+
 #[test]
 fn messages_stay_on_a_node() {
     on_nodes(&[0, 1, 0, 1], |group, rank| {

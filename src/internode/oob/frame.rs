@@ -22,7 +22,7 @@ const TEXT: usize = 3072;
 /// Maximum number of headers in one message.
 pub(super) const HEADERS: usize = TEXT / CallHeader::BYTES;
 /// Maximum length of a body.
-const BODY: usize = 1 + 4 + 8 + TEXT;
+const BODY: usize = 1 + 4 + 8 + 4 + 8 + TEXT;
 
 /// A message between two ranks of a group.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -62,11 +62,12 @@ impl OobMessage {
             Self::Heartbeat => vec![2],
             Self::Failed(error) => [&[3, error.kind as u8], cut(&error.message)].concat(),
             Self::Left(rank, text) => [&[4][..], &rank.0.to_le_bytes(), cut(text)].concat(),
-            Self::Rejected(rank, CallPosition { calls, times }, text) => [
+            Self::Rejected(rank, CallPosition { calls, times, on_host }, text) => [
                 &[5][..],
                 &rank.0.to_le_bytes(),
                 &calls.to_le_bytes(),
                 &times.to_le_bytes(),
+                &on_host.to_le_bytes(),
                 cut(text),
             ]
             .concat(),
@@ -112,11 +113,13 @@ impl OobMessage {
                 let (rank, call) = (Rank(u32::from_le_bytes(*rank)), u64::from_le_bytes(*call));
                 if kind == 5 {
                     let (times, message) = message.split_first_chunk()?;
-                    Some(Self::Rejected(
-                        rank,
-                        CallPosition { calls: call, times: u32::from_le_bytes(*times) },
-                        text(message),
-                    ))
+                    let (on_host, message) = message.split_first_chunk()?;
+                    let place = CallPosition {
+                        calls: call,
+                        times: u32::from_le_bytes(*times),
+                        on_host: u64::from_le_bytes(*on_host),
+                    };
+                    Some(Self::Rejected(rank, place, text(message)))
                 } else {
                     message.is_empty().then_some(Self::Resumed(rank, call))
                 }
@@ -241,8 +244,8 @@ mod tests {
             OobMessage::Left(Rank(2), "left the group".into()),
             OobMessage::Rejected(
                 Rank(1),
-                CallPosition { calls: 1 << 40, times: 3 },
-                "no tensor".into(),
+                CallPosition { calls: 1 << 40, times: 3, on_host: 1 << 39 },
+                "x".repeat(TEXT),
             ),
             OobMessage::Resumed(Rank(1), 7),
             OobMessage::Waiting(Rank(2), PhaseReport { number: 3, call: 1 << 33, on_rail: true }),

@@ -78,12 +78,14 @@ pub(super) struct CallPosition {
     pub(super) calls: u64,
     /// Number of calls that it has rejected since then, including this one.
     pub(super) times: u32,
+    /// Number of `calls` on CPU tensors, which [`BlockedCall`] counts.
+    pub(super) on_host: u64,
 }
 
 /// A call that has started.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct BlockedCall {
-    /// Its number in the group.
+    /// Its number among the group's collectives on CPU tensors.
     pub(super) number: u64,
     /// Its name.
     pub(super) name: &'static str,

@@ -8,6 +8,9 @@
 //! group. The exception is a blocked rank that has itself rejected at least as many calls as the
 //! other rank at that point: the other rank is then only late. A report that arrives over two
 //! connections counts once, because its numbers only grow.
+//!
+//! Only calls on CPU tensors block a rank here. They are numbered separately, so a report says how
+//! many of the calls before the rejection were on CPU tensors.
 
 use super::{BlockedCall, CallPosition};
 use crate::node_map::NodeMap;
@@ -76,7 +79,7 @@ impl RemoteRejections {
             self.own.is_some_and(|own| own.calls == place.calls && own.times >= place.times)
         };
         let (rank, (_, why)) =
-            away.find(|(_, (place, _))| place.calls < number && !as_often(place))?;
+            away.find(|(_, (place, _))| place.on_host < number && !as_often(place))?;
         let (rank, me) = (layout.describe(*rank), layout.describe(me));
         Some(format!(
             "{rank} rejected a call and has not repeated it since; {me} is blocked in {name}, \
@@ -98,7 +101,8 @@ mod tests {
             let since = now.checked_sub(Duration::from_millis(ago)).expect("uptime");
             Some(BlockedCall { number, name: "barrier", since, phase_since: since, on_rail: false })
         };
-        let at = |calls, times| CallPosition { calls, times };
+        // Every rank has also made 7 calls on CUDA tensors.
+        let at = |on_host, times| CallPosition { calls: on_host + 7, times, on_host };
         assert!(
             refusals.rejected(Rank(0), at(4, 1), "no tensor")
                 && !refusals.rejected(Rank(0), at(4, 1), "no tensor"),
@@ -137,8 +141,12 @@ mod tests {
         assert_eq!(refusals.end(&layout, me, "g", now), None, "as often");
         refusals.own = Some(at(3, 7));
         assert!(refusals.end(&layout, me, "g", now).is_some());
-        assert!(refusals.resumed(Rank(0), 5) && !refusals.resumed(Rank(0), 5), "once");
+        assert!(refusals.resumed(Rank(0), 12) && !refusals.resumed(Rank(0), 12), "once");
         assert!(!refusals.rejected(Rank(0), at(4, 2), "no tensor"), "old news by another way");
         assert_eq!(refusals.end(&layout, me, "g", now), None);
+        // It has resumed with a call on CUDA tensors, and rejects the call on CPU tensors again.
+        let again = CallPosition { calls: 12, times: 1, on_host: 4 };
+        assert!(refusals.rejected(Rank(0), again, "still no tensor"));
+        assert!(refusals.end(&layout, me, "g", now).is_some());
     }
 }
