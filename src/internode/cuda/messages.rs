@@ -55,7 +55,7 @@ impl Internode {
         self.health.failure().map_or(Ok(()), Err)?;
         let mut state = cuda.state();
         self.meet(cuda, &mut state, &far, target, timeout)?;
-        let outcome = self.send_all(inside, cuda, &mut state, (&near, &far), target, timeout);
+        let outcome = self.send_all(inside, cuda, &state, (&near, &far), target, timeout);
         outcome.map_err(|error| {
             if error.kind == ErrorKind::Value { error } else { self.health.fail(error) }
         })
@@ -140,7 +140,7 @@ impl Internode {
         &self,
         inside: &dyn IntraNode,
         cuda: &CudaInternode,
-        state: &mut CudaState,
+        state: &CudaState,
         (near, far): (&[DeviceMessage], &[(Rank, bool, Span)]),
         target: CudaTarget,
         timeout: Duration,
@@ -174,16 +174,14 @@ impl Internode {
         };
         let outcome = exchange();
         backends.finish().and(outcome)?;
-        state.launched += 1;
         if let Some(begin) = begin {
-            let (end, number) = (cuda.watch.mark(stream)?, state.launched);
+            let end = cuda.watch.mark(stream)?;
             cuda.watch.add(EnqueuedCall {
                 begin,
                 end,
                 since: None,
                 timeout,
                 call: None,
-                number,
                 entries: 0..0,
             });
         }

@@ -85,7 +85,6 @@ struct CudaState {
     used: Option<DeviceState>,
     /// True once the GPUs of this node and the rail are connected.
     connected: bool,
-    launched: u64,
     /// Number of collectives launched.
     collectives: u64,
 }
@@ -176,12 +175,13 @@ impl Internode {
             self.current.launched(headers);
         }
         let entries = self.note(calls, state.collectives, target, timeout);
+        let first = state.collectives + 1 - calls.len() as u64;
         let outcome = self.in_order(
             cuda,
             &mut state,
             target,
             timeout,
-            (calls.first(), entries.clone()),
+            (calls.first().map(|call| (Description::of(call), first)), entries.clone()),
             |device, stream| {
                 calls.iter().try_for_each(|call| {
                     self.enqueue(inside, cuda, call, (device, stream), target, timeout)
@@ -426,12 +426,10 @@ impl Internode {
         state: &mut CudaState,
         target: CudaTarget,
         timeout: Duration,
-        (first, entries): (Option<&Call>, Range<u64>),
+        (call, entries): (Option<(Description, u64)>, Range<u64>),
         body: impl FnOnce(&Device, Stream) -> Result<()>,
     ) -> Result<()> {
         let stream = Stream(target.stream);
-        state.launched += 1;
-        let number = state.launched;
         let Some(DeviceState { device, last, behind }) = &mut state.used else {
             return Err(Error::internal("the GPU is not connected"));
         };
@@ -447,14 +445,12 @@ impl Internode {
             body(device, stream)?;
             behind[place].record(stream)?;
             if let Some(begin) = begin {
-                let call = first.map(|call| Description::of(call));
                 cuda.watch.add(EnqueuedCall {
                     begin,
                     end: cuda.watch.mark(stream)?,
                     since: None,
                     timeout,
                     call,
-                    number,
                     entries,
                 });
             }

@@ -29,9 +29,8 @@ pub(super) struct EnqueuedCall {
     /// When the thread first saw that the call had started.
     pub(super) since: Option<Instant>,
     pub(super) timeout: Duration,
-    /// The description of a collective; `None` for messages.
-    pub(super) call: Option<Description>,
-    pub(super) number: u64,
+    /// The description and the number of its first collective; `None` for messages.
+    pub(super) call: Option<(Description, u64)>,
     /// The numbers of its collectives in the flight recorder.
     pub(super) entries: Range<u64>,
 }
@@ -151,10 +150,13 @@ impl Watchdog {
             if waited <= call.timeout {
                 return Ok(None);
             }
-            let what = call.call.map_or_else(|| "messages".to_owned(), |call| call.to_string());
-            let (number, seconds, who) = (call.number, waited.as_secs_f64(), &watched.who);
+            let what = call.call.map_or_else(
+                || "messages".to_owned(),
+                |(call, number)| format!("{call} #{number}"),
+            );
+            let (seconds, who) = (waited.as_secs_f64(), &watched.who);
             let late = Error::timeout(format!(
-                "{what} #{number} of CUDA tensors in {who} for {seconds:.1} s (timeout)"
+                "{what} of CUDA tensors in {who} for {seconds:.1} s (timeout)"
             ));
             call.entries
                 .clone()
