@@ -325,12 +325,12 @@ pub fn between_nodes(device: DeviceKind, ranks: usize) -> Option<NetworkProfile>
 /// with more ranks is also used if `SYMM_COST_PROFILE` names it. A faulty file causes a warning
 /// only, because thresholds do not justify failing a group.
 fn for_choices(device: DeviceKind, ranks: usize) -> Option<Profile> {
-    let job = match &Config::get().profile {
+    let named = match &Config::get().profile {
         ProfileChoice::Off => return None,
-        ProfileChoice::At(path) => Profile::load(path).ok().map(|profile| profile.hardware.ranks),
+        ProfileChoice::At(path) => Profile::load(path).ok().map(|profile| profile.hardware),
         ProfileChoice::Search => None,
     };
-    let hardware = Hardware::here(device, job.filter(|&job| job >= ranks).unwrap_or(ranks))?;
+    let hardware = Hardware::here(device, job_ranks(named.as_ref(), device, ranks))?;
     match find(&hardware) {
         Ok(found) => found.map(|(profile, _)| profile),
         Err(error) => {
@@ -338,6 +338,13 @@ fn for_choices(device: DeviceKind, ranks: usize) -> Option<Profile> {
             None
         }
     }
+}
+
+/// Returns the size of the job whose profile a group of `ranks` ranks uses: the size in the `named`
+/// profile, if that is for `device` and for at least as many ranks, and otherwise `ranks`.
+fn job_ranks(named: Option<&Hardware>, device: DeviceKind, ranks: usize) -> usize {
+    let fits = |named: &&Hardware| named.device == device && named.ranks >= ranks;
+    named.filter(fits).map_or(ranks, |named| named.ranks)
 }
 
 #[cfg(test)]

@@ -205,3 +205,12 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn only_a_named_profile_of_the_same_device_gives_the_size_of_the_job() {
+    let named = parse(&right()).expect("right").hardware;
+    assert_eq!(job_ranks(Some(&named), DeviceKind::Cpu, 2), 4);
+    assert_eq!(job_ranks(Some(&named), DeviceKind::Cuda, 2), 2);
+    assert_eq!(job_ranks(Some(&named), DeviceKind::Cpu, 6), 6);
+    assert_eq!(job_ranks(None, DeviceKind::Cpu, 2), 2);
+}
