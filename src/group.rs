@@ -341,6 +341,7 @@ impl Group {
     /// Sets the timeout of calls that have none of their own.
     pub fn set_timeout(&self, timeout: Duration) {
         self.timeout_ms.store(timeout.as_millis() as u64, Ordering::Relaxed);
+        self.recorder.set_timeout(timeout);
     }
 
     /// Returns the first failure, or the death of a rank of this node that no call has raised yet.

@@ -239,6 +239,11 @@ impl GroupRecorder {
         lock(&self.journal.groups).note_nodes(self.group, others, world);
     }
 
+    /// Records the timeout of the group's calls.
+    pub fn set_timeout(&self, timeout: Duration) {
+        lock(&self.journal.groups).set_timeout(self.group, timeout);
+    }
+
     fn world(&self) -> usize {
         self.world.load(Ordering::Relaxed)
     }

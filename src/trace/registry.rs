@@ -158,6 +158,13 @@ impl Registry {
         }
     }
 
+    /// Records the timeout of the group's calls.
+    pub(super) fn set_timeout(&mut self, id: u64, timeout: Duration) {
+        if let Some(record) = self.find(id) {
+            record.timeout_ms = super::milliseconds(timeout);
+        }
+    }
+
     /// Records that collective `sequence` waits for `nodes`.
     pub(super) fn note_late(&mut self, id: u64, sequence: u64, nodes: String) {
         if let Some(record) = self.find(id) {

@@ -252,6 +252,14 @@ fn a_failure_is_kept_with_what_was_known_of_the_peers() {
 }
 
 #[test]
+fn a_new_timeout_is_recorded() {
+    let (journal, control) = (journal(), control("patient"));
+    let recorder = GroupRecorder::in_journal(journal, &control, LIMIT);
+    recorder.set_timeout(Duration::from_secs(600));
+    assert_eq!(rendered(journal)["groups"][0]["timeout_ms"], 600_000);
+}
+
+#[test]
 fn groups_that_were_left_are_forgotten_in_their_order() {
     let journal = journal();
     let kept = GroupRecorder::in_journal(journal, &control("open"), LIMIT);

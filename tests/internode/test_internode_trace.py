@@ -130,3 +130,4 @@ def test_calls_on_one_node_have_no_phases() -> None:
     dist.all_reduce(torch.ones(4), group=group)
     trace = torch_symm.trace()
     assert trace["calls"][-1]["phase"] is None and trace["groups"][-1]["other_nodes"] is None
+    assert trace["groups"][0]["timeout_ms"] == 60_000, "not the time that was left to join"
