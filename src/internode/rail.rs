@@ -30,6 +30,11 @@ impl Life {
         Self(u64::from_le_bytes(bytes))
     }
 
+    /// Returns the id as a number.
+    pub(super) fn id(self) -> u64 {
+        self.0
+    }
+
     pub(super) fn to_bytes(self) -> [u8; Self::BYTES] {
         self.0.to_le_bytes()
     }

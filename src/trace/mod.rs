@@ -233,10 +233,11 @@ impl GroupRecorder {
         }
     }
 
-    /// Records the other nodes of the group, as messages name them, and the number of all ranks.
-    pub fn note_nodes(&self, others: String, world: usize) {
-        self.world.store(world, Ordering::Relaxed);
-        lock(&self.journal.groups).note_nodes(self.group, others, world);
+    /// Records the other nodes of the group, as messages name them, the id `life` that all its
+    /// ranks share, and their ranks in the default group.
+    pub fn note_nodes(&self, life: u64, others: String, global_ranks: Vec<u32>) {
+        self.world.store(global_ranks.len(), Ordering::Relaxed);
+        lock(&self.journal.groups).note_nodes(self.group, life, others, global_ranks);
     }
 
     /// Records the timeout of the group's calls.

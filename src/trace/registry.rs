@@ -17,6 +17,7 @@ const LEFT: usize = 64;
 /// A member, as listed in the dump.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(super) struct DumpMember {
+    /// The rank in the group, on all nodes.
     pub(super) rank: u32,
     pub(super) global_rank: u32,
     pub(super) pid: u32,
@@ -50,13 +51,16 @@ pub(super) struct ObservedFailure {
 #[derive(Clone, Debug)]
 pub(super) struct GroupRecord {
     pub(super) id: u64,
-    /// The id of the group's shared memory, the same on all members.
+    /// A number that all members share: the id of the group's shared memory or, on several nodes,
+    /// the random id of the group.
     pub(super) memory: u64,
     pub(super) name: String,
-    pub(super) rank: Rank,
+    /// This rank among the ranks of its node.
+    rank: Rank,
+    /// The ranks on this node, by local rank.
     pub(super) members: Vec<DumpMember>,
-    /// Number of ranks of the group, on all nodes.
-    pub(super) world: usize,
+    /// The ranks of the group in the default group, on all nodes.
+    pub(super) global_ranks: Vec<u32>,
     /// The group's other nodes, as messages name them.
     pub(super) other_nodes: Option<String>,
     /// A collective in which this rank waits or has waited, and the nodes that are late for it.
@@ -73,6 +77,16 @@ pub(super) struct GroupRecord {
 }
 
 impl GroupRecord {
+    /// Returns the rank in the group of `local`, a rank among the ranks of this node.
+    pub(super) fn rank_of(&self, local: Rank) -> u32 {
+        self.members.get(local.index()).map_or(local.0, |member| member.rank)
+    }
+
+    /// Returns this rank in the group.
+    pub(super) fn own_rank(&self) -> u32 {
+        self.rank_of(self.rank)
+    }
+
     /// Returns the numbers of the last collective started on CPU tensors and of the last one
     /// launched on CUDA.
     pub(super) fn last(&self) -> (u64, Option<u64>) {
@@ -96,7 +110,8 @@ fn reached(control: &ControlBlock, rank: Rank, cuda: bool) -> (u64, Option<u64>)
 }
 
 fn place(control: &ControlBlock, rank: Rank) -> DumpMember {
-    DumpMember { rank: rank.0, global_rank: control.global(rank), pid: control.pid(rank) }
+    let (shown, pid) = (control.display_rank(rank).0, control.pid(rank));
+    DumpMember { rank: shown, global_rank: control.global(rank), pid }
 }
 
 fn peers(control: &ControlBlock, cuda: bool) -> Vec<DumpPeer> {
@@ -132,7 +147,7 @@ impl Registry {
             name: control.name().into(),
             rank: control.rank(),
             members: control.ranks().map(|rank| place(control, rank)).collect(),
-            world: control.size(),
+            global_ranks: control.ranks().map(|rank| control.global(rank)).collect(),
             other_nodes: None,
             late_nodes: None,
             timeout_ms: super::milliseconds(timeout),
@@ -150,11 +165,18 @@ impl Registry {
         self.records.iter_mut().find(|record| record.id == id)
     }
 
-    /// Records that the group spans further nodes, which `others` names, with `world` ranks in all.
-    pub(super) fn note_nodes(&mut self, id: u64, others: String, world: usize) {
+    /// Records that the group spans further nodes, which `others` names; `life` is the id that all
+    /// its ranks share, and `global_ranks` has their ranks in the default group.
+    pub(super) fn note_nodes(
+        &mut self,
+        id: u64,
+        life: u64,
+        others: String,
+        global_ranks: Vec<u32>,
+    ) {
         if let Some(record) = self.find(id) {
             record.other_nodes = Some(others);
-            record.world = world;
+            (record.memory, record.global_ranks) = (life, global_ranks);
         }
     }
 

@@ -1,7 +1,7 @@
 use super::*;
 use crate::coll::call::{Collective, Span};
 use crate::coll::message::MessageSpec;
-use crate::control::Identity;
+use crate::control::{Identity, ParentGroup};
 use crate::dtype::{DType, ReduceOp};
 use crate::mem::layout::SegmentLayout;
 use crate::mem::shm::ShmSegment;
@@ -14,11 +14,21 @@ fn journal() -> &'static FlightRecorder {
 
 /// Makes the control block of rank 1 of 3.
 fn control(name: &str) -> Arc<ControlBlock> {
+    Arc::new(block(name))
+}
+
+/// Makes the control block of the second rank of node "b", which has ranks 2, 4 and 5 of a group.
+fn control_of_node(name: &str) -> Arc<ControlBlock> {
+    let ranks = [2, 4, 5].map(Rank).to_vec();
+    Arc::new(block(name).named(Some(ParentGroup { node: "b".into(), ranks })))
+}
+
+fn block(name: &str) -> ControlBlock {
     let bytes = SegmentLayout::new(3).total_bytes();
     let segment = ShmSegment::map(ShmSegment::create(bytes).expect("memfd"), bytes).expect("map");
     let members =
         (0..3).map(|rank| Identity { pid: std::process::id(), global: 10 + rank }).collect();
-    Arc::new(ControlBlock::new(segment, Rank(1), name.into(), members, 1))
+    ControlBlock::new(segment, Rank(1), name.into(), members, 1)
 }
 
 fn call(op: Collective, bytes: usize) -> Call<'static> {
@@ -249,6 +259,33 @@ fn a_failure_is_kept_with_what_was_known_of_the_peers() {
     assert_eq!((&group["peers"][1]["begun"], &group["begun"]), (&41.into(), &42.into()));
     assert_eq!(group["peers"][2]["absence"], "has ended (killed by signal 9 (SIGKILL))");
     assert_eq!(group["peers"][0]["absence"], Value::Null);
+}
+
+#[test]
+fn ranks_of_several_nodes_have_their_numbers_in_the_group() {
+    let (journal, control) = (journal(), control_of_node("large"));
+    let recorder = GroupRecorder::in_journal(journal, &control, LIMIT);
+    recorder.note_nodes(77, "node \"a\" (ranks 0, 1 and 3)".into(), vec![6, 7, 10, 8, 11, 12]);
+    let span = Span { addr: 0, bytes: 4 };
+    let message = |peer| {
+        let peer = Some(Rank(peer));
+        Message::of(MessageSpec { peer, tag: 5, dtype: DType::I32, span, timeout: None })
+    };
+    // The peers are local rank 2 and global rank 8.
+    recorder.message(true, &message(2), LIMIT, CallTarget::Cpu);
+    recorder.internode_message(true, &message(8), LIMIT);
+    let dump = rendered(journal);
+    let group = &dump["groups"][0];
+    assert_eq!(
+        (&group["rank"], &group["world"], &group["memory"]),
+        (&4.into(), &6.into(), &77.into())
+    );
+    assert_eq!(group["global_ranks"], Value::from(vec![6, 7, 10, 8, 11, 12]));
+    for listed in ["members", "peers"] {
+        let ranks: Vec<_> = (0..3).map(|at| &group[listed][at]["rank"]).collect();
+        assert_eq!(ranks, [2, 4, 5], "{listed}");
+    }
+    assert_eq!((&dump["calls"][0]["peer"], &dump["calls"][1]["peer"]), (&5.into(), &8.into()));
 }
 
 #[test]

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch_symm
 from launch import on_nodes, run_nodes
+from torch.distributed.flight_recorder.fr_trace import main as analyse
 from torch_symm.__main__ import main
 
 
@@ -122,6 +123,54 @@ def test_what_serves_a_call_inside_the_node_has_no_entry(tmp_path: Path, capsys:
     report = capsys.readouterr().out
     (line,) = (line for line in report.splitlines() if "rank 0 (pid" in line)
     assert re.search(r"\): collective #(\d+) begun; last all_reduce\(.*\) #\1: completed", line), report
+
+
+def pending(rank: int, world_size: int) -> str:
+    """The trace of a rank while rank 3 is late for a call. Before, node b has exchanged a message."""
+    dist.all_gather_into_tensor(torch.empty(4 * world_size), torch.ones(4))
+    if rank >= 2:
+        dist.send(torch.ones(1), 3) if rank == 2 else dist.recv(torch.ones(1), 2)
+    works = [] if rank == 3 else [dist.all_reduce(torch.ones(4), async_op=True)]
+    while works and torch_symm.trace()["calls"][-1]["state"] != "started":
+        time.sleep(0.01)
+    ranks.meet("begun", rank, world_size)
+    trace = json.dumps(torch_symm.trace())
+    ranks.meet("traced", rank, world_size)
+    works = works or [dist.all_reduce(torch.ones(4), async_op=True)]
+    works[0].wait()
+    return trace
+
+
+def test_ranks_have_their_numbers_in_the_group_on_every_node(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = [tmp_path / f"rank{rank}.json" for rank in range(4)]
+    for path, written in zip(paths, run_nodes(pending, (2, 2)), strict=True):
+        path.write_text(written)
+    first, last = (json.loads(path.read_text()) for path in (paths[0], paths[3]))
+    group = last["groups"][0]
+    assert (group["rank"], group["world"], group["global_ranks"]) == (3, 4, [0, 1, 2, 3])
+    assert [member["rank"] for member in group["members"]] == [2, 3] == [peer["rank"] for peer in group["peers"]]
+    assert group["memory"] == first["groups"][0]["memory"]
+    assert [call["peer"] for call in last["calls"] if call["op"] == "recv"] == [2]
+
+    assert main(["trace", *map(str, paths)]) == 0
+    report = capsys.readouterr().out
+    assert 'group "default" of 4 ranks; dumps of ranks 0, 1, 2 and 3\n' in report and report.count("group ") == 1, (
+        report
+    )
+    assert re.search(r"rank 3 has not begun all_reduce\(.*; ranks 0, 1 and 2 waited", report), report
+    assert main(["trace", str(paths[2])]) == 0
+    report = capsys.readouterr().out
+    assert 'group "default" of 4 ranks; dumps of rank 2\n' in report, report
+    assert re.search(r"  rank 3 \(pid \d+\): no dump; .*, as others saw\n", report), report
+    assert "  ranks 0 and 1: no dump of their nodes\n" in report and "not begun" not in report, report
+
+    folder = tmp_path / "converted"
+    assert main(["trace", "--torch", str(folder), *map(str, paths)]) == 0
+    analyse([str(folder)])
+    output = "\n".join(caplog.messages) + capsys.readouterr().out
+    assert "missing ranks: {3}" in output and "has errors" not in output and "mismatch in" not in output, output
 
 
 @on_nodes(2, 2)

@@ -22,7 +22,7 @@ def dump(*calls: dict[str, Any], rank: int = 0, pid: int = 100) -> dict[str, Any
     members = [{"rank": one, "global_rank": one, "pid": pid + one} for one in range(2)]
     group = {
         **{"id": 1, "memory": 5, "name": "default", "rank": rank, "members": members, "world": 2},
-        "other_nodes": None,
+        **{"global_ranks": [0, 1], "other_nodes": None},
         **{"timeout_ms": 1, "joined_ns": 1, "left_ns": None, "begun": 9, "launched": None, "failure": None},
         "peers": [],
     }

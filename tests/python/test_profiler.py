@@ -119,7 +119,7 @@ def test_overlapping_and_coalesced_calls_find_their_events(tmp_path: Path) -> No
 def test_the_figures_of_a_multi_node_group_count_the_ranks_of_all_nodes(tmp_path: Path) -> None:
     ops = ("all_reduce", "broadcast", "send", "gather")
     data = dumps.dump(*(call(n, n * 1_000_000 + 5000, op=op) for n, op in enumerate(ops, 1)), pid=7)
-    data["groups"][0].update(other_nodes='node "b" (ranks 2 and 3)', world=4)
+    data["groups"][0].update(other_nodes='node "b" (ranks 2 and 3)', world=4, global_ranks=[0, 1, 2, 3])
     dumped, path = tmp_path / "trace-7-rank0.json", tmp_path / "profile.json"
     dumped.write_text(json.dumps(data))
     path.write_text(json.dumps({"traceEvents": [event(n * 1000, 90, f"symm:{op}") for n, op in enumerate(ops, 1)]}))

@@ -67,7 +67,7 @@ def test_lines_are_by_size_and_those_that_took_longest_are_first() -> None:
 def test_gathers_of_multi_node_groups_count_the_ranks_of_all_nodes() -> None:
     data = [dumps.dump(call(1, 10, 20, "gather"), call(2, 30, 40), rank=rank) for rank in range(WORLD)]
     for one in data:
-        one["groups"][0].update(other_nodes='node "b" (ranks 2 and 3)', world=4)
+        one["groups"][0].update(other_nodes='node "b" (ranks 2 and 3)', world=4, global_ranks=[0, 1, 2, 3])
     seen = [parse(one, "x") for one in data]
     assert {(line.op, line.size, line.calls, line.compared) for line in table.lines(merge(seen))} == {
         ("gather", 16384, 2, 1),

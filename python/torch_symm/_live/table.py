@@ -85,11 +85,12 @@ def _together(group: Group, found: dict[tuple[str, int], Line]) -> Iterable[tupl
         for call in view.calls:
             if call.sequence and not call.message and call.started_ns:
                 kept.setdefault((call.sequence, call.cuda), {})[rank] = call
+    members = {member.rank: member.global_rank for member in group.members}
     for calls in kept.values():
-        if len(calls) == len(group.members) > 1:
+        if len(calls) == len(members) > 1:
             first = min(calls)
             line = found[calls[first].op, _size(calls[first], group.views[first].world)]
-            yield line, {group.members[rank].global_rank: one for rank, one in calls.items()}
+            yield line, {members[rank]: one for rank, one in calls.items()}
 
 
 def _compare(line: Line, calls: dict[int, Call]) -> None:

@@ -107,9 +107,10 @@ class View:
     key: tuple[str, int]
     name: str
     rank: int
+    #: The ranks on this node, in order.
     members: list[Member]
-    #: The group's number of ranks, on all nodes; ``members`` are those on this node.
-    world: int
+    #: The group's ranks in the default group, on all nodes.
+    global_ranks: list[int]
     #: The other nodes of the group, as messages name them.
     other_nodes: str | None
     joined_ns: int
@@ -123,12 +124,21 @@ class View:
     calls: list[Call] = field(default_factory=list)
 
     @property
+    def world(self) -> int:
+        """The group's number of ranks, on all nodes."""
+        return len(self.global_ranks)
+
+    @property
+    def own(self) -> Member:
+        return next(member for member in self.members if member.rank == self.rank)
+
+    @property
     def global_rank(self) -> int:
-        return self.members[self.rank].global_rank
+        return self.own.global_rank
 
     @property
     def pid(self) -> int:
-        return self.members[self.rank].pid
+        return self.own.pid
 
 
 @dataclass(frozen=True)
@@ -219,13 +229,15 @@ def _dump(data: dict[str, Any]) -> Dump:
     for group in data["groups"]:
         failure = group["failure"]
         members = [Member(_int(m["rank"]), _int(m["global_rank"]), _int(m["pid"])) for m in group["members"]]
+        others = _plain(group.get("other_nodes") or "") or None
         view = View(
-            key=(str(data["boot_id"]), _int(group["memory"])),
+            # The nodes of a group share its number, but not the boot.
+            key=("" if others else str(data["boot_id"]), _int(group["memory"])),
             name=_plain(group["name"]),
             rank=_int(group["rank"]),
             members=members,
-            world=_int(group["world"]),
-            other_nodes=_plain(others) if (others := group.get("other_nodes")) else None,
+            global_ranks=[_int(rank) for rank in group["global_ranks"]],
+            other_nodes=others,
             joined_ns=_int(group["joined_ns"]),
             left_ns=_number(group["left_ns"]),
             begun=_int(group["begun"]),
@@ -235,7 +247,8 @@ def _dump(data: dict[str, Any]) -> Dump:
             written_ns=written,
             complete=complete,
         )
-        if not 0 <= view.rank < len(members) or [member.rank for member in members] != list(range(len(members))):
+        known = [member.rank for member in members]
+        if view.rank not in known or known != sorted({rank for rank in known if 0 <= rank < view.world}):
             raise ValueError(f"group {view.name} has no rank {view.rank}")
         views[_int(group["id"])] = view
     for call in data["calls"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import islice
 
 from torch_symm._repr import name_ranks
 
@@ -16,19 +17,29 @@ class Group:
     """A group, as seen by its ranks that wrote dumps."""
 
     name: str
-    members: list[Member]
+    #: The ranks in the default group, on all nodes.
+    global_ranks: list[int]
     views: dict[int, View]
 
     @property
     def several(self) -> bool:
-        """True if the group spans nodes; ``members`` are then only its ranks on one node."""
+        """True if the group spans nodes."""
         return any(view.other_nodes for view in self.views.values())
+
+    @property
+    def members(self) -> list[Member]:
+        """The ranks of each node that wrote a dump."""
+        known = {member.rank: member for view in self.views.values() for member in view.members}
+        return [known[rank] for rank in sorted(known)]
+
+    def knows(self, rank: int) -> bool:
+        """Returns true if the dumps show the progress of ``rank``."""
+        # In a group on several nodes, the ranks of a node publish only the calls inside their node.
+        return rank in self.views or not self.several
 
     def reached(self, rank: int, series: Series) -> int:
         """Returns the number of the last collective that ``rank`` has started, according to all dumps."""
-        view = self.views.get(rank)
-        # In a group on several nodes, the ranks of a node publish only the calls inside their node.
-        told = not self.several
+        view, told = self.views.get(rank), not self.several
         known = [self._of(peer, series.cuda) for peer in self.known(rank) if told]
         if view:
             if told:
@@ -60,7 +71,7 @@ def merge(dumps: Iterable[Dump]) -> list[Group]:
     groups: dict[tuple[str, int], Group] = {}
     views = [view for dump in dumps for view in dump.views]
     for view in sorted(views, key=lambda view: view.written_ns):
-        group = groups.setdefault(view.key, Group(view.name, view.members, {}))
+        group = groups.setdefault(view.key, Group(view.name, view.global_ranks, {}))
         group.views[view.rank] = view
     return sorted(groups.values(), key=lambda group: min(view.joined_ns for view in group.views.values()))
 
@@ -78,7 +89,7 @@ def as_json(dumps: Sequence[Dump]) -> list[dict[str, object]]:
     return [
         {
             "group": group.name,
-            "ranks": [member.global_rank for member in group.members],
+            "ranks": group.global_ranks,
             "dumps": sorted(view.global_rank for view in group.views.values()),
             "says": [line.strip() for line in _lines(group)],
         }
@@ -88,7 +99,7 @@ def as_json(dumps: Sequence[Dump]) -> list[dict[str, object]]:
 
 def _lines(group: Group) -> Iterator[str]:
     dumped = name_ranks(sorted(group.views))
-    yield f'group "{group.name}" of {len(group.members)} ranks; dumps of {dumped}'
+    yield f'group "{group.name}" of {len(group.global_ranks)} ranks; dumps of {dumped}'
     failures = [(view.failure.seen_ns, rank, view.failure) for rank, view in group.views.items() if view.failure]
     if failures:
         when, _, failure = min(failures, key=lambda seen: seen[:2])
@@ -98,6 +109,8 @@ def _lines(group: Group) -> Iterator[str]:
     some = [series for series in every if any(group.reached(member.rank, series) for member in group.members)]
     for member in group.members:
         yield f"  {_standing(group, member, some or every[:1])}"
+    if elsewhere := sorted(set(range(len(group.global_ranks))) - {member.rank for member in group.members}):
+        yield f"  {name_ranks(elsewhere)}: no dump of {'its node' if len(elsewhere) == 1 else 'their nodes'}"
     for series in some:
         yield from (f"  {line}" for line in _missing(group, series, bool(failures)))
         yield from (f"  {line}" for line in _mismatch(group, series))
@@ -106,21 +119,21 @@ def _lines(group: Group) -> Iterator[str]:
 
 
 def _standing(group: Group, member: Member, some: list[Series]) -> str:
-    reached = ", ".join(
-        f"{series} #{number} begun" if (number := group.reached(member.rank, series)) else f"no {series} begun"
-        for series in some
-    )
-    text = f"rank {member.rank} (pid {member.pid}): {reached}"
+    parts = []
+    if group.knows(member.rank):
+        reached = ((series, group.reached(member.rank, series)) for series in some)
+        parts.append(
+            ", ".join(f"{series} #{number} begun" if number else f"no {series} begun" for series, number in reached)
+        )
     view = group.views.get(member.rank)
     if view:
         calls = (call for call in reversed(view.calls) if call.sequence and not call.message)
-        last = next(calls, None)
-        return text + (f"; last {_state(last, view)}" if last else "")
-    known = group.known(member.rank)
-    if not known:
-        return f"{text}; no dump"
-    what = known[-1].absence or known[-1].process or "no such process"
-    return f"{text}; no dump; {what}, as others saw"
+        parts += [f"last {_state(call, view)}" for call in islice(calls, 1)]
+    else:
+        parts.append("no dump")
+        if known := group.known(member.rank):
+            parts.append(f"{known[-1].absence or known[-1].process or 'no such process'}, as others saw")
+    return f"rank {member.rank} (pid {member.pid}): {'; '.join(parts)}"
 
 
 def _state(call: Call, view: View) -> str:
@@ -141,7 +154,8 @@ def _seconds(call: Call, view: View) -> float:
 
 def _missing(group: Group, series: Series, failed: bool) -> Iterator[str]:
     """Lists the ranks that have not started a collective in which others wait."""
-    reached = {member.rank: group.reached(member.rank, series) for member in group.members}
+    known = [member.rank for member in group.members if group.knows(member.rank)]
+    reached = {rank: group.reached(rank, series) for rank in known}
     furthest = max(reached.values())
     behind: dict[int, list[int]] = {}
     for rank, number in reached.items():

@@ -66,7 +66,7 @@ def _first_on_all(views: list[View]) -> dict[tuple[tuple[str, int], bool], int]:
 
 
 def _add(rank: dict[str, Any], view: View, name: str, first: dict[tuple[tuple[str, int], bool], int]) -> None:
-    members = sorted(member.global_rank for member in view.members)
+    members = sorted(view.global_ranks)
     last = {False: 0, True: 0}
     rank["pg_config"][name] = {"name": name, "desc": "undefined", "ranks": str(members)}
     for call in view.calls:

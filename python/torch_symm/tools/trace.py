@@ -98,5 +98,5 @@ def _convert(dumps: list[Dump], folder: Path) -> tuple[list[str], list[int]]:
             part.unlink(missing_ok=True)
             raise
         written.append(str(target))
-    members = {member.global_rank for dump in dumps for view in dump.views for member in view.members}
+    members = {rank for dump in dumps for view in dump.views for rank in view.global_ranks}
     return written, sorted(members - ranks.keys())
