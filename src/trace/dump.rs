@@ -145,7 +145,7 @@ fn phase_text(entry: &TraceEntry, phase: InternodePhase, group: &GroupRecord) ->
     let late = group
         .late_nodes
         .as_ref()
-        .filter(|(sequence, _)| *sequence == entry.sequence)
+        .filter(|(sequence, _)| entry.place == CallTarget::Cpu && *sequence == entry.sequence)
         .map(|(_, nodes)| nodes);
     let waiting = late.or(group.other_nodes.as_ref()).map_or("other nodes", String::as_str);
     match phase {

@@ -63,7 +63,8 @@ pub(super) struct GroupRecord {
     pub(super) global_ranks: Vec<u32>,
     /// The group's other nodes, as messages name them.
     pub(super) other_nodes: Option<String>,
-    /// A collective in which this rank waits or has waited, and the nodes that are late for it.
+    /// A collective of CPU tensors in which this rank waits or has waited, and the nodes that are
+    /// late for it.
     pub(super) late_nodes: Option<(u64, String)>,
     pub(super) timeout_ms: u64,
     pub(super) joined: u64,

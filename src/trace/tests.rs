@@ -297,6 +297,25 @@ fn a_new_timeout_is_recorded() {
 }
 
 #[test]
+fn only_a_call_on_cpu_tensors_shows_the_nodes_that_are_late_for_it() {
+    let (journal, control) = (journal(), control_of_node("large"));
+    let recorder = GroupRecorder::in_journal(journal, &control, LIMIT);
+    recorder.note_nodes(77, "all others".into(), (0..6).collect());
+    let cuda = CallTarget::Cuda { device: 0, stream: 7, background: false };
+    let running = InternodePhase::Running(Some(0));
+    for (place, phase) in [(CallTarget::Cpu, InternodePhase::Rail(0)), (cuda, running)] {
+        let number = recorder.schedule(&[call(Collective::AllReduce, 4)], LIMIT, false, place);
+        recorder.start(number, 1);
+        recorder.phase(number, phase);
+    }
+    recorder.note_late(1, "node \"c\"".into());
+    let dump = rendered(journal);
+    assert_eq!(dump["calls"][0]["phase"], "rail 0, waiting for node \"c\"");
+    let phase = "begun on the GPU, inside the node or on rail 0 with all others";
+    assert_eq!(dump["calls"][1]["phase"], phase);
+}
+
+#[test]
 fn groups_that_were_left_are_forgotten_in_their_order() {
     let journal = journal();
     let kept = GroupRecorder::in_journal(journal, &control("open"), LIMIT);
