@@ -166,7 +166,7 @@ impl Group {
         let (shown, timeout) =
             (message.with_peer(shown), message.timeout.unwrap_or_else(|| self.timeout()));
         let number = if far.is_some() {
-            self.recorder.internode_message(send, &shown, timeout)
+            self.recorder.internode_message(send, &shown, timeout, trace::CallTarget::Cpu)
         } else {
             self.recorder.message(send, &shown, timeout, trace::CallTarget::Cpu)
         };

@@ -336,8 +336,14 @@ impl GroupRecorder {
 
     /// Records a message like `message`, to or from a rank of another node; its peer is a global
     /// rank.
-    pub fn internode_message(&self, send: bool, message: &Message, timeout: Duration) -> u64 {
-        self.add_message(send, message, timeout, CallTarget::Cpu, true)
+    pub fn internode_message(
+        &self,
+        send: bool,
+        message: &Message,
+        timeout: Duration,
+        place: CallTarget,
+    ) -> u64 {
+        self.add_message(send, message, timeout, place, true)
     }
 
     fn add_message(

@@ -273,7 +273,7 @@ fn ranks_of_several_nodes_have_their_numbers_in_the_group() {
     };
     // The peers are local rank 2 and global rank 8.
     recorder.message(true, &message(2), LIMIT, CallTarget::Cpu);
-    recorder.internode_message(true, &message(8), LIMIT);
+    recorder.internode_message(true, &message(8), LIMIT, CallTarget::Cpu);
     let dump = rendered(journal);
     let group = &dump["groups"][0];
     assert_eq!(

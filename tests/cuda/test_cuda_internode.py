@@ -230,6 +230,7 @@ def messages(rank: int, world: int) -> None:
             for sender in (0, 1):
                 dist.send(mine, 1 - rank) if rank == sender else dist.recv(got, 1 - rank)
             expected.assert_same_bits(got.cpu(), parts[1 - rank], ("there and back", count))
+            assert [call["peer"] for call in torch_symm.trace()["calls"] if call["internode"]][-2:] == [1 - rank] * 2
         everybody = [torch.empty(count, device=device()) for _ in range(2 * world)]
         batch = []
         turns = [(other, turn) for other in range(world) if other != rank for turn in range(2)]

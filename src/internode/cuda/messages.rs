@@ -14,6 +14,7 @@ use crate::internode::traffic::TrafficPath;
 use crate::kernels::cuda::driver::Stream;
 use crate::rank::Rank;
 use crate::sys::interrupt::Interrupts;
+use crate::trace::CallTarget;
 use crate::transport::Seat;
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -33,7 +34,7 @@ impl Internode {
         timeout: Duration,
     ) -> Result<()> {
         let (node, size) = (self.layout.node_of(self.rank), self.layout.size());
-        let (mut near, mut far) = (Vec::new(), Vec::new());
+        let (mut near, mut far, mut shown) = (Vec::new(), Vec::new(), Vec::new());
         for transfer in transfers {
             let peer = transfer.message.peer.filter(|peer| peer.index() < size);
             let peer = peer.ok_or_else(|| {
@@ -46,6 +47,8 @@ impl Internode {
                 near.push(transfer);
             } else {
                 far.push((peer, transfer.send, transfer.message.span));
+                let message = transfer.message.with_peer(Some(self.global(peer)));
+                shown.push(DeviceMessage { message, ..*transfer });
             }
         }
         if far.is_empty() {
@@ -55,10 +58,36 @@ impl Internode {
         self.health.failure().map_or(Ok(()), Err)?;
         let mut state = cuda.state();
         self.meet(cuda, &mut state, &far, target, timeout)?;
+        let entries = self.note_messages(&shown, target, timeout);
         let outcome = self.send_all(inside, cuda, &state, (&near, &far), target, timeout);
-        outcome.map_err(|error| {
-            if error.kind == ErrorKind::Value { error } else { self.health.fail(error) }
-        })
+        outcome
+            .map_err(
+                |error| {
+                    if error.kind == ErrorKind::Value { error } else { self.health.fail(error) }
+                },
+            )
+            .inspect_err(|error| {
+                entries.iter().for_each(|&number| {
+                    self.health.recorder().end(number, &Err(error.clone()), true, "")
+                })
+            })
+    }
+
+    /// Records messages to or from other nodes, whose peers are global ranks, in the flight
+    /// recorder; returns the numbers of their entries.
+    fn note_messages(
+        &self,
+        messages: &[DeviceMessage],
+        target: CudaTarget,
+        timeout: Duration,
+    ) -> Vec<u64> {
+        let CudaTarget { device, stream, background } = target;
+        let place = CallTarget::Cuda { device, stream, background };
+        let recorder = self.health.recorder();
+        let note = |transfer: &DeviceMessage| {
+            recorder.internode_message(transfer.send, &transfer.message, timeout, place)
+        };
+        messages.iter().map(note).collect()
     }
 
     /// Connects this rank to the ranks on other nodes to which it sends or from which it receives.
