@@ -21,7 +21,7 @@ const SEAL: usize = 32;
 const TEXT: usize = 3072;
 /// Maximum number of headers in one message.
 pub(super) const HEADERS: usize = TEXT / CallHeader::BYTES;
-/// Maximum length of a body.
+/// Maximum length of a body: of a rejection, whose kind, rank and position precede its text.
 const BODY: usize = 1 + 4 + 8 + 4 + 8 + TEXT;
 
 /// A message between two ranks of a group.
@@ -192,6 +192,7 @@ impl Sealer {
     /// Returns the frame of `message`. Frames must be sent in the order in which they were created.
     pub(super) fn seal(&mut self, message: &OobMessage) -> Vec<u8> {
         let body = message.encode();
+        debug_assert!(body.len() <= BODY, "the other end rejects {} bytes", body.len());
         let seal = self.mac(self.end, self.sent, &body).finalize().into_bytes();
         self.sent += 1;
         [&(body.len() as u32).to_le_bytes()[..], &body, &seal].concat()
@@ -272,6 +273,39 @@ mod tests {
             panic!("comes back")
         };
         assert_eq!((error.kind, error.message.len()), (ErrorKind::Peer, TEXT));
+    }
+
+    #[test]
+    fn the_longest_message_of_every_kind_comes_back() {
+        let (rank, text) = (Rank(u32::MAX), "x".repeat(TEXT));
+        let longest = [
+            OobMessage::Hello(rank),
+            OobMessage::Heartbeat,
+            OobMessage::Failed(Error::mismatch(text.clone())),
+            OobMessage::Left(rank, text.clone()),
+            OobMessage::Rejected(
+                rank,
+                CallPosition { calls: u64::MAX, times: u32::MAX, on_host: u64::MAX },
+                text,
+            ),
+            OobMessage::Resumed(rank, u64::MAX),
+            OobMessage::Launched(
+                rank,
+                vec![CallHeader::of(&CallSpec::barrier(None), u64::MAX); HEADERS],
+            ),
+            OobMessage::Waiting(
+                rank,
+                PhaseReport { number: u64::MAX, call: u64::MAX, on_rail: true },
+            ),
+        ];
+        let kinds: Vec<u8> = longest.iter().map(|message| message.encode()[0]).collect();
+        assert_eq!(kinds, Vec::from_iter(1..=8), "one message of each kind");
+        assert_eq!(OobMessage::decode(&[9; 64]), None, "a ninth kind is missing above");
+        let (mut caller, mut hub) = ends();
+        for message in longest {
+            let mut frame = caller.seal(&message);
+            assert_eq!(hub.open(&mut frame), Ok(Some(message)));
+        }
     }
 
     #[test]
