@@ -207,9 +207,9 @@ impl<'a> CallRail<'a> {
     pub(super) fn finish(&self) -> Result<()> {
         let executor = self.executor;
         executor.begin(InternodePhase::Rail(executor.local() as u16));
-        let mut interrupts = Interrupts::new();
+        let (control, mut interrupts) = (executor.internode.health.control(), Interrupts::new());
         loop {
-            interrupts.check()?;
+            interrupts.check().map_err(|_| control.interrupted(&executor.about()))?;
             let left = executor.limit.remaining().ok_or_else(|| self.missing_ranks())?;
             let failed = |error| {
                 if executor.limit.remaining().is_none() {

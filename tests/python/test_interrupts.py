@@ -67,13 +67,18 @@ def once_blocked(number: signal.Signals) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-@pytest.mark.parametrize("nodes", [False, True], ids=["one node", "two nodes"])
-@pytest.mark.ranks(3, backend=None)
-def test_an_interrupted_wait_fails_the_group_on_all_ranks(rank: int, world_size: int, nodes: bool) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    if nodes:
-        os.environ.update(SYMM_TEST_NODE=str(rank // 2), SYMM_INTER_NODE_BACKEND="gloo")
+def init_on(nodes: str, rank: int, world_size: int) -> None:
+    """``init``, where rank ``r`` is on node ``nodes[r]``."""
+    os.environ.update(SYMM_TEST_NODE=nodes[rank], SYMM_INTER_NODE_BACKEND="gloo", GLOO_SOCKET_IFNAME="lo")
     init(rank, world_size)
+
+
+# Rank 1 waits within its only node, within the first of two nodes, and on the rail of a node.
+@pytest.mark.parametrize("nodes", ["aaa", "aab", "abc"])
+@pytest.mark.ranks(3, backend=None)
+def test_an_interrupted_wait_fails_the_group_on_all_ranks(rank: int, world_size: int, nodes: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    init_on(nodes, rank, world_size)
     for name, call in WAITS.items():
         group = dist.new_group()
         if rank < 2:
@@ -85,7 +90,7 @@ def test_an_interrupted_wait_fails_the_group_on_all_ranks(rank: int, world_size:
                 call(group)
             assert time.monotonic() - began < 20, name
             told = str(caught.value)
-            assert rank == 1 or re.match(r"rank 1 \(.*pid \d+\) was interrupted by a signal in", told), told
+            assert rank == 1 or re.match(r"rank 1 \(.*pid \d+\) was interrupted by a signal in .* of group", told), told
         meet(name, rank, world_size)
         with pytest.raises(
             (torch_symm.SymmAbortedError, torch_symm.SymmPeerError), match=r"rank 1 .* was interrupted by a signal in"
@@ -94,6 +99,20 @@ def test_an_interrupted_wait_fails_the_group_on_all_ranks(rank: int, world_size:
     # Other groups still work, and the interrupts have left nothing.
     dist.all_reduce(tensor := torch.ones(3))
     assert bool((tensor == world_size).all())
+
+
+@pytest.mark.ranks(3, backend=None)
+def test_an_interrupted_rank_that_waits_for_another_node_to_join_is_named(rank: int, world_size: int) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    init_on("aab", rank, world_size)
+    if rank < 2:
+        if rank == 0:
+            once_blocked(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt if rank == 0 else torch_symm.SymmPeerError) as caught:
+            dist.new_group()
+        expected = r'rank 0 \(node "a", pid \d+\) was interrupted by a signal while it joined group "\w+"'
+        assert rank == 0 or re.match(expected, str(caught.value)), caught.value
+    meet("interrupted", rank, world_size)
 
 
 @pytest.mark.ranks(2)

@@ -131,7 +131,13 @@ impl OobConnector<'_> {
 
     /// Fails if the program was interrupted or the group has failed on this node.
     fn check(&self, interrupts: &mut Interrupts) -> Result<()> {
-        interrupts.check()?;
+        interrupts.check().map_err(|_| {
+            Error::aborted(format!(
+                "{} was interrupted by a signal while it joined group \"{}\"",
+                self.node_map.describe(self.me),
+                self.group
+            ))
+        })?;
         self.node.failure().map_or(Ok(()), Err)
     }
 
