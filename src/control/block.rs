@@ -2,7 +2,7 @@
 //! state.
 #![allow(unsafe_code, reason = "words at offsets of shared memory")]
 
-use super::call_state::{AwaitedMessage, BarrierCount, CurrentCall, RejectionCount};
+use super::call_state::{AwaitedMessage, BarrierCount, CallProgress, CurrentCall, RejectionCount};
 use super::spin_budget::{PATIENCE, now};
 use crate::dtype::SumOrder;
 use crate::lock::lock;
@@ -256,9 +256,7 @@ impl ControlBlock {
 
     /// Publishes that this rank starts collective `number`, and on which core.
     pub fn begin(&self, number: u64, op: Collective) {
-        self.words(self.rank)
-            .doing
-            .store(CurrentCall { number, op, finished: false }.word(), Ordering::Relaxed);
+        self.set_current_call(CurrentCall { number, op, progress: CallProgress::Running });
         self.note_core();
     }
 
@@ -271,9 +269,21 @@ impl ControlBlock {
 
     /// Publishes that this rank has finished its part of collective `number`.
     pub fn finish(&self, number: u64, op: Collective) {
-        self.words(self.rank)
-            .doing
-            .store(CurrentCall { number, op, finished: true }.word(), Ordering::Relaxed);
+        self.set_current_call(CurrentCall { number, op, progress: CallProgress::Finished });
+    }
+
+    /// Publishes whether this rank waits for other nodes, if this group is the part of a larger
+    /// group on this node. The rank's last collective must be finished.
+    pub fn set_waits_for_nodes(&self, waits: bool) {
+        let progress = if waits { CallProgress::WaitsForNodes } else { CallProgress::Finished };
+        // A node with one rank has run no collective.
+        if let Some(call) = self.current_call(self.rank) {
+            self.set_current_call(CurrentCall { progress, ..call });
+        }
+    }
+
+    fn set_current_call(&self, call: CurrentCall) {
+        self.words(self.rank).doing.store(call.word(), Ordering::Relaxed);
     }
 
     /// Returns the call site of the last call that `rank` has posted, if it publishes call sites.

@@ -3,6 +3,22 @@
 use crate::op::Collective;
 use crate::rank::Rank;
 
+/// The progress of a member in its last collective.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CallProgress {
+    /// The member's part is not complete.
+    Running,
+    /// The member's part is complete.
+    Finished,
+    /// The member's part is complete, and the member now waits for other nodes, in the larger
+    /// group's call to which the collective belongs.
+    WaitsForNodes,
+}
+
+impl CallProgress {
+    pub(super) const ALL: [Self; 3] = [Self::Running, Self::Finished, Self::WaitsForNodes];
+}
+
 /// The position of a member in its sequence of collectives, as messages show it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CurrentCall {
@@ -10,30 +26,31 @@ pub struct CurrentCall {
     pub number: u64,
     /// The operation of the collective.
     pub op: Collective,
-    /// True once this member's part of it is complete.
-    pub finished: bool,
+    /// How far this member is in it.
+    pub progress: CallProgress,
 }
 
 impl CurrentCall {
     // One word, so that the end of a collective costs one store to a cache line that its rank has
     // written at the start.
     pub(super) fn word(self) -> u64 {
-        self.number << 8 | (self.op as u64) << 1 | u64::from(self.finished)
+        self.number << 8 | (self.op as u64) << 2 | self.progress as u64
     }
 
     pub(super) fn of(word: u64) -> Option<Self> {
-        let op = Collective::from_code((word >> 1) as u8 & 127)?;
-        (word != 0).then_some(Self { number: word >> 8, op, finished: word & 1 == 1 })
+        let op = Collective::from_code((word >> 2) as u8 & 63)?;
+        let &progress = CallProgress::ALL.get((word & 3) as usize)?;
+        (word != 0).then_some(Self { number: word >> 8, op, progress })
     }
 }
 
 impl std::fmt::Display for CurrentCall {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (op, number) = (self.op.name(), self.number);
-        if self.finished {
-            write!(f, "finished {op} #{number} and began nothing since")
-        } else {
-            write!(f, "in {op} #{number}")
+        match self.progress {
+            CallProgress::Running => write!(f, "in {op} #{number}"),
+            CallProgress::Finished => write!(f, "finished {op} #{number} and began nothing since"),
+            CallProgress::WaitsForNodes => write!(f, "waits for other nodes after {op} #{number}"),
         }
     }
 }

@@ -8,7 +8,7 @@ mod status;
 mod wait;
 
 pub use block::{ControlBlock, Identity, KernelProgress, ParentGroup};
-pub use call_state::{AwaitedMessage, BarrierCount, CurrentCall, RejectionCount};
+pub use call_state::{AwaitedMessage, BarrierCount, CallProgress, CurrentCall, RejectionCount};
 pub use wait::YIELD_TURNS;
 
 #[cfg(test)]

@@ -2,6 +2,7 @@
 //! doing.
 
 use super::block::{ControlBlock, KernelProgress};
+use super::call_state::CallProgress;
 use crate::error::{Error, Result};
 use crate::rank::{Rank, name_ranks};
 use crate::sys::process;
@@ -135,9 +136,11 @@ impl ControlBlock {
             let doing = match self.current_call(*rank) {
                 None => "has begun no collective".into(),
                 // The collective's name would not help the user, who called another.
-                Some(doing) if self.has_parent() => {
-                    if doing.finished { "in no collective" } else { "in a collective" }.into()
-                }
+                Some(doing) if self.has_parent() => match doing.progress {
+                    CallProgress::Running => "in a collective".into(),
+                    CallProgress::Finished => "in no collective".into(),
+                    CallProgress::WaitsForNodes => "waits for other nodes".into(),
+                },
                 Some(doing) => doing.to_string(),
             };
             format!("{}, {doing}", self.process_state(*rank))

@@ -55,9 +55,21 @@ fn a_timeout_says_what_each_missing_rank_is_doing() {
         std::thread::sleep(Duration::from_millis(1));
     }
     let control = control(&[pid, pid, pid, u32::MAX]);
-    stands(&control, 1, CurrentCall { number: 1041, op: Collective::AllGather, finished: false });
-    stands(&control, 2, CurrentCall { number: 1041, op: Collective::AllGather, finished: true });
-    stands(&control, 4, CurrentCall { number: 7, op: Collective::Barrier, finished: true });
+    stands(
+        &control,
+        1,
+        CurrentCall { number: 1041, op: Collective::AllGather, progress: CallProgress::Running },
+    );
+    stands(
+        &control,
+        2,
+        CurrentCall { number: 1041, op: Collective::AllGather, progress: CallProgress::Finished },
+    );
+    stands(
+        &control,
+        4,
+        CurrentCall { number: 7, op: Collective::Barrier, progress: CallProgress::Finished },
+    );
     let late = control.late_ranks(&|rank| rank != Rank(0));
     sleeper.kill().expect("killed");
     sleeper.wait().expect("reaped");
@@ -76,12 +88,13 @@ fn a_timeout_says_what_each_missing_rank_is_doing() {
 fn where_a_rank_stands_survives_its_word() {
     assert_eq!(CurrentCall::of(0), None);
     for &op in Collective::ALL {
-        for finished in [false, true] {
-            let doing = CurrentCall { number: 1 << 50, op, finished };
+        for progress in CallProgress::ALL {
+            let doing = CurrentCall { number: 1 << 50, op, progress };
             assert_eq!(CurrentCall::of(doing.word()), Some(doing));
         }
     }
-    assert_eq!(CurrentCall::of(1 << 8 | 126 << 1), None, "no such collective");
+    assert_eq!(CurrentCall::of(1 << 8 | 62 << 2), None, "no such collective");
+    assert_eq!(CurrentCall::of(1 << 8 | 3), None, "no such progress");
 }
 
 #[test]
@@ -140,6 +153,15 @@ fn a_part_of_a_larger_group_names_members_as_that_does() {
     assert_eq!(control.display_rank(Rank(1)), Rank(3));
     let late = control.late_ranks(&|rank| rank != Rank(0));
     assert_eq!(late, format!("rank 3 (rank 3: pid {} exited, has begun no collective)", u32::MAX));
+    for (progress, text) in [
+        (CallProgress::Running, "in a collective"),
+        (CallProgress::Finished, "in no collective"),
+        (CallProgress::WaitsForNodes, "waits for other nodes"),
+    ] {
+        stands(&control, 1, CurrentCall { number: 3, op: Collective::AllGather, progress });
+        let late = control.late_ranks(&|rank| rank != Rank(0));
+        assert_eq!(late, format!("rank 3 (rank 3: pid {} exited, {text})", u32::MAX));
+    }
     control.note_exit(Rank(1), "has ended (gone)".into());
     let dead = control.dead().expect("it has ended");
     assert_eq!(

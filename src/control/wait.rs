@@ -190,14 +190,7 @@ impl ControlBlock {
                 Some(error) => return Err(self.fail(error)),
                 None => {}
             }
-            if limit.should_warn() && !self.warned.swap(true, Ordering::Relaxed) {
-                let (late, seconds) = (self.late_ranks(missing), limit.elapsed().as_secs_f32());
-                log::warn!(
-                    "{} has waited {seconds:.1} s in {} for {late}",
-                    self.describe(self.rank),
-                    about()
-                );
-            }
+            self.warn_once(limit, about, &|| self.late_ranks(missing));
             turns += 1;
             if turns <= YIELD_TURNS && !PATIENCE.is_short(now) {
                 yield_core();
@@ -212,6 +205,20 @@ impl ControlBlock {
             }
         }
         Ok(())
+    }
+
+    /// Logs, once in the life of the group, that this rank has waited for long in `about` for
+    /// `late`.
+    pub fn warn_once(
+        &self,
+        limit: &CallTimeout,
+        about: &dyn Fn() -> String,
+        late: &dyn Fn() -> String,
+    ) {
+        if limit.should_warn() && !self.warned.swap(true, Ordering::Relaxed) {
+            let (me, seconds) = (self.describe(self.rank), limit.elapsed().as_secs_f32());
+            log::warn!("{me} has waited {seconds:.1} s in {} for {}", about(), late());
+        }
     }
 
     /// Fails the group because a signal handler has raised on this thread while it waited in

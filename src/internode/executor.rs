@@ -205,11 +205,21 @@ impl<'a> CallRail<'a> {
 
     /// Waits until the oldest pending transfer has ended; fails if this node fails meanwhile.
     pub(super) fn finish(&self) -> Result<()> {
+        let control = self.executor.internode.health.control();
+        control.set_waits_for_nodes(true);
+        let outcome = self.wait();
+        control.set_waits_for_nodes(false);
+        outcome
+    }
+
+    fn wait(&self) -> Result<()> {
         let executor = self.executor;
         executor.begin(InternodePhase::Rail(executor.local() as u16));
         let (control, mut interrupts) = (executor.internode.health.control(), Interrupts::new());
+        let about = || executor.about();
         loop {
-            interrupts.check().map_err(|_| control.interrupted(&executor.about()))?;
+            interrupts.check().map_err(|_| control.interrupted(&about()))?;
+            control.warn_once(executor.limit, &about, &|| self.late_nodes());
             let left = executor.limit.remaining().ok_or_else(|| self.missing_ranks())?;
             let failed = |error| {
                 if executor.limit.remaining().is_none() {
@@ -236,15 +246,22 @@ impl<'a> CallRail<'a> {
             .unwrap_or_else(|| self.timeout_error())
     }
 
+    /// Returns the names of the nodes that are late for this call; of all other nodes if this rank
+    /// does not know which are late.
+    fn late_nodes(&self) -> String {
+        let executor = self.executor;
+        executor
+            .internode
+            .oob
+            .late(executor.sequence)
+            .unwrap_or_else(|| executor.node_map.name_others(executor.node()))
+    }
+
     fn timeout_error(&self) -> Error {
         let executor = self.executor;
         let (waited, local) = (executor.limit.elapsed().as_secs_f64(), executor.local());
         let (about, me) = (executor.about(), executor.node_map.describe(executor.rank));
-        let others = executor
-            .internode
-            .oob
-            .late(executor.sequence)
-            .unwrap_or_else(|| executor.node_map.name_others(executor.node()));
+        let others = self.late_nodes();
         Error::timeout(format!(
             "{about}: {me} reached its timeout after {waited:.1} s on rail {local}, \
              waiting for {others}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from functools import partial
@@ -157,3 +158,38 @@ def _(stage: Stage, rank: int) -> Saw:
     warnings = [line for line in stage.log(rank).splitlines() if "has waited" in line]
     right = (len(warnings) == 1 and "rank 1: pid" in warnings[0]) if rank == 0 else not warnings
     return Saw(RIGHT, figures={"other_than_one_warning": float(not right)})
+
+
+#: The warnings of the ranks of two nodes that wait for rank 3: on the rail, for the rank on the rail, and in its node.
+WARNINGS = (
+    r'in all_reduce\(.*\) #\d+ of group ".*" for node "b"',
+    r'in all_reduce\(.*\) #\d+ of group ".*" for rank 0 \(rank 0: pid \d+ alive, \w+, waits for other nodes\)',
+    r'in all_reduce\(.*\) #\d+ of group ".*" for rank 3 \(rank 3: pid \d+ alive, \w+, in no collective\)',
+)
+
+
+@scene(
+    "late for other nodes",
+    "a rank of several nodes that calls after half the timeout, SYMM_LOG=warn",
+    "one warning on each other rank, which names the rank, or its node, and blames no other",
+    Promise(at_most={"other_than_the_warning": 0}),
+    sides=("symm",),
+    layout=(2, 2),
+    env={"SYMM_LOG": "warn"},
+)
+def _(stage: Stage, rank: int) -> Saw:
+    stage.shorten(8)
+    dist.all_reduce(torch.ones(10))
+
+    def warnings(rank: int) -> list[str]:
+        return [line for line in stage.log(rank).splitlines() if "has waited" in line]
+
+    if rank == 3:
+        # Calls as soon as all others have warned, long before they time out.
+        until = time.monotonic() + 7
+        while not all(map(warnings, range(3))) and time.monotonic() < until:
+            time.sleep(0.01)
+    dist.all_reduce(torch.ones(10))
+    logged = warnings(rank)
+    right = len(logged) == 1 and re.search(WARNINGS[rank], logged[0]) if rank < 3 else not logged
+    return Saw(RIGHT, figures={"other_than_the_warning": float(not right)})

@@ -59,6 +59,11 @@ def test_p1_p5_p6_a_rank_that_is_late_or_leaves_is_not_a_dead_one(name: str) -> 
     kept(name, 10)
 
 
+@rows("a rank of several nodes that calls after half the timeout")
+def test_a_rank_that_is_late_for_other_nodes_is_named_in_a_warning(name: str) -> None:
+    kept(name, 10)
+
+
 @rows("SIGKILL of a rank whose node connects")
 def test_p11_a_death_while_nodes_connect_leaves_no_thread(name: str) -> None:
     kept(name, 10)
