@@ -5,6 +5,7 @@ use crate::coll::describe::Description;
 use crate::error::{Error, Result};
 use crate::node_map::NodeMap;
 use crate::rank::Rank;
+use crate::sync::shared_text;
 
 /// The description of a call, and its number in the group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,6 +19,8 @@ impl CallHeader {
     /// Length of a header. It is the same for every call, so ranks that disagree on everything else
     /// still exchange it in order.
     pub(super) const BYTES: usize = 48;
+    /// Size of the call site at the end of a slot, if the call has one.
+    pub(super) const SITE_BYTES: usize = shared_text::BYTES;
 
     pub(super) fn of(call: &CallSpec, sequence: u64) -> Self {
         let description = Description::of(call);
@@ -53,6 +56,41 @@ impl CallHeader {
         Self { sequence, description: Description { head, bytes, detail }, fingerprint: next() }
     }
 
+    /// Writes the end of the call site `text` to the last bytes of `slot`.
+    pub(super) fn write_call_site(slot: &mut [u8], text: &str) {
+        let (text, at) = (shared_text::end_of(text), slot.len() - Self::SITE_BYTES);
+        slot[at..at + text.len()].copy_from_slice(text.as_bytes());
+    }
+
+    /// Returns the call site in `slot`, whose header is `self`; empty if the call or the slot has
+    /// no call site.
+    fn call_site(&self, slot: &[u8]) -> String {
+        match slot[Self::BYTES..].last_chunk::<{ Self::SITE_BYTES }>() {
+            Some(text) if self.description.has_call_site() => {
+                String::from_utf8_lossy(text).trim_end_matches('\0').to_owned()
+            }
+            Some(_) | None => String::new(),
+        }
+    }
+
+    /// Returns the reason why this header differs from `other`, if their calls look the same.
+    /// `sites` is true if messages show the call sites, and these differ.
+    fn hidden_difference(&self, other: &Self, sites: bool) -> &'static str {
+        let visible = |header: &Self| (header.sequence, header.description.without_call_site());
+        let with_call_site = self.description.has_call_site();
+        if visible(self) != visible(other) || sites {
+            ""
+        } else if with_call_site != other.description.has_call_site() {
+            ": some were started with SYMM_DEBUG=call_site, others were not"
+        } else if !with_call_site {
+            ": the lengths of single ranks differ"
+        } else if !self.description.has_lengths() {
+            ": the call sites differ"
+        } else {
+            ": the lengths of single ranks, or the call sites, differ"
+        }
+    }
+
     /// Returns the one length that the headers in `shown` contain, if it is the same in all of
     /// them. `shown` consists of slots of `slot` bytes, each with a header at its start.
     pub(super) fn common(shown: &[u8], slot: usize) -> Option<usize> {
@@ -72,7 +110,7 @@ impl CallHeader {
     ///
     /// # Errors
     /// `Mismatch` names the first of `ranks`, the first that differs from it, and the calls of
-    /// both.
+    /// both, with their call sites if the slots have them.
     pub(super) fn agree(
         shown: &[u8],
         slot: usize,
@@ -85,20 +123,20 @@ impl CallHeader {
         let Some(place) = rest.iter().position(|other| other != first) else {
             return Ok(Self::common(shown, slot));
         };
-        let called = |header: &Self, rank| {
-            let Self { sequence, description, .. } = header;
-            format!("{} called {description} as #{sequence}", layout.describe(rank))
+        let site = |at: usize| headers[at].call_site(&shown[at * slot..(at + 1) * slot]);
+        let (other, sites) = (place + 1, [site(0), site(place + 1)]);
+        let called = |at: usize, site: &str| {
+            let Self { sequence, description, .. } = headers[at];
+            let rank = layout.describe(ranks[at]);
+            let at = if site.is_empty() { "" } else { " at " };
+            format!("{rank} called {description} as #{sequence}{at}{site}")
         };
-        let other = &rest[place];
-        let detail = if (other.sequence, other.description) == (first.sequence, first.description) {
-            ": the lengths of single ranks, or the call sites, differ"
-        } else {
-            ""
-        };
+        let shown = !sites.contains(&String::new()) && sites[0] != sites[1];
         Err(Error::mismatch(format!(
-            "ranks of group \"{group}\" do not agree: {}, {}{detail}",
-            called(first, ranks[0]),
-            called(other, ranks[place + 1])
+            "ranks of group \"{group}\" do not agree: {}, {}{}",
+            called(0, &sites[0]),
+            called(other, &sites[1]),
+            headers[other].hidden_difference(first, shown)
         )))
     }
 }
@@ -106,8 +144,10 @@ impl CallHeader {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::coll::call::{Collective, Span};
     use crate::coll::cuda::agreement::launch_log::tests::sum;
     use crate::node_map::RankLocation;
+    use crate::sync::call_site::CallSite;
 
     fn header(bytes: usize, sequence: u64) -> CallHeader {
         CallHeader::of(&sum(bytes), sequence)
@@ -133,5 +173,67 @@ mod tests {
         let uneven = [Some(4), None, Some(4)].map(|even| usual.to_bytes(even)).concat();
         assert_eq!(agree(&uneven), Ok(None));
         assert!(agree(&shown([usual, header(8, 4), header(8, 4)])).is_err());
+    }
+
+    /// Returns the end of the error of two ranks that make these calls; with call sites in the
+    /// slots if `sites` is true.
+    fn difference(calls: [&CallSpec<'_>; 2], sites: bool) -> String {
+        let layout = NodeMap::of(&["a", "b"].map(RankLocation::on));
+        let slot = |call: &CallSpec<'_>| {
+            let mut slot = CallHeader::of(call, 3).to_bytes(None).to_vec();
+            if sites {
+                slot.resize(CallHeader::BYTES + CallHeader::SITE_BYTES, 0);
+                call.call_site
+                    .iter()
+                    .for_each(|site| CallHeader::write_call_site(&mut slot, site.text()));
+            }
+            slot
+        };
+        let [one, other] = calls.map(slot);
+        let ranks = [0, 1].map(Rank);
+        let error = CallHeader::agree(&[&*one, &other].concat(), one.len(), &ranks, &layout, "g")
+            .expect_err("differs");
+        let (_, called) = error.message.split_once(" called ").expect("names both calls");
+        called.replace(", rank 1 (node \"b\", pid 7) called ", " | ")
+    }
+
+    #[test]
+    fn calls_that_look_the_same_name_their_call_sites_or_what_differs() {
+        let at =
+            |text: &str| CallSpec { call_site: CallSite::known(CallSite::number(text)), ..sum(8) };
+        let call = "all_reduce(2 × float32, 8 bytes, SUM) as #3";
+        let (one, other, plain) = (at("a.py:1"), at("a.py:2"), sum(8));
+        let sited = format!("{call} at a.py:1 | {call} at a.py:2");
+        assert_eq!(difference([&one, &other], true), sited);
+        assert_eq!(
+            difference([&one, &other], false),
+            format!("{call} | {call}: the call sites differ")
+        );
+        let some = ": some were started with SYMM_DEBUG=call_site, others were not";
+        for (calls, expected) in [
+            ([&one, &plain], format!("{call} at a.py:1 | {call}{some}")),
+            ([&plain, &one], format!("{call} | {call} at a.py:1{some}")),
+        ] {
+            assert_eq!(difference(calls, true), expected);
+            assert!(difference(calls, false).ends_with(some));
+        }
+        let long = at(&format!("/{}/train.py:12", "ü".repeat(100)));
+        let text = difference([&one, &long], true);
+        let end = text.split_once("ü").expect("the end of a long path").1;
+        assert!(end.ends_with("ü/train.py:12") && end.len() < CallHeader::SITE_BYTES, "{text}");
+        let gather = |lengths: [usize; 2], call_site| CallSpec {
+            op: Collective::AllGather,
+            outputs: lengths.map(|bytes| Span { addr: 64, bytes }).to_vec().into(),
+            call_site,
+            ..sum(4)
+        };
+        for (call_site, expected) in [
+            (None, ": the lengths of single ranks differ"),
+            (one.call_site, ": the lengths of single ranks, or the call sites, differ"),
+        ] {
+            let calls = [[4, 8], [8, 4]].map(|lengths| gather(lengths, call_site));
+            let text = difference([&calls[0], &calls[1]], false);
+            assert!(text.ends_with(&format!("as #3{expected}")), "{text}");
+        }
     }
 }

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::rank::Rank;
 use std::sync::Arc;
 
-/// Maximum number of bytes of data in a slot.
+/// Maximum number of bytes of data in a slot without a call site.
 const INLINE_BYTES: usize = HEADER_SLOT_BYTES - CallHeader::BYTES;
 /// Size of the factor at the start of a rank's record.
 const FACTOR_BYTES: usize = 8;
@@ -51,17 +51,35 @@ impl InternodeExecutor<'_> {
         if given == 0 { 0 } else { FACTOR_BYTES + given }
     }
 
+    /// Returns the maximum number of bytes of data in a slot of this call. Ranks agree on it,
+    /// because headers also say whether the call has a call site.
+    fn inline_bytes(&self) -> usize {
+        let site = self.user_call.call_site.map_or(0, |_| CallHeader::SITE_BYTES);
+        INLINE_BYTES - site
+    }
+
+    /// Returns a slot with the header of this call, and its call site if it has one.
+    fn slot(&self, even: Option<usize>) -> [u8; HEADER_SLOT_BYTES] {
+        let mut slot = [0; HEADER_SLOT_BYTES];
+        slot[..CallHeader::BYTES]
+            .copy_from_slice(&CallHeader::of(self.user_call, self.sequence).to_bytes(even));
+        if let Some(call_site) = self.user_call.call_site {
+            CallHeader::write_call_site(&mut slot, call_site.text());
+        }
+        slot
+    }
+
     /// Returns true if the data of each rank and the data that each node sends fit into a slot;
     /// they are then exchanged with the headers.
     pub(super) fn is_short(&self) -> bool {
         if self.call.op.reduces() {
             // Every rank of a reduction contributes the same number of bytes.
-            return self.record_bytes(self.rank).max(self.partial_bytes()) <= INLINE_BYTES;
+            return self.record_bytes(self.rank).max(self.partial_bytes()) <= self.inline_bytes();
         }
         let records = |node: usize| {
             self.node_map.ranks_of(node).iter().map(|&rank| self.record_bytes(rank)).sum::<usize>()
         };
-        (0..self.node_map.num_nodes()).all(|node| records(node) <= INLINE_BYTES)
+        (0..self.node_map.num_nodes()).all(|node| records(node) <= self.inline_bytes())
     }
 
     /// 1. Intra-node: ranks exchange and compare their headers. 2. Inter-node: rail 0 starts to
@@ -74,9 +92,7 @@ impl InternodeExecutor<'_> {
     pub(super) fn open(&self, rails: usize, bytes: usize) -> Result<HeaderExchange<'_>> {
         let even = self.common_length();
         let short = self.is_short() && (self.call.op != Collective::AllToAll || even.is_some());
-        let mut own = [0; HEADER_SLOT_BYTES];
-        own[..CallHeader::BYTES]
-            .copy_from_slice(&CallHeader::of(self.user_call, self.sequence).to_bytes(even));
+        let mut own = self.slot(even);
         if short && self.input_bytes(self.rank) > 0 {
             self.record(&mut own[CallHeader::BYTES..]);
         }
@@ -101,9 +117,7 @@ impl InternodeExecutor<'_> {
             CallHeader::agree(shown.bytes(), HEADER_SLOT_BYTES, here, self.node_map, self.group())?;
         let opening = self.opened(rails, bytes)?;
         if let Some(between) = opening.call_rail.as_ref().filter(|_| self.local() == 0) {
-            let mut slot = [0; HEADER_SLOT_BYTES];
-            slot[..CallHeader::BYTES]
-                .copy_from_slice(&CallHeader::of(self.user_call, self.sequence).to_bytes(even));
+            let mut slot = self.slot(even);
             if short {
                 self.fill(&mut slot, &shown)?;
             }
@@ -130,7 +144,7 @@ impl InternodeExecutor<'_> {
                 shown.get(CallHeader::BYTES..CallHeader::BYTES + self.record_bytes(rank))
             },
         );
-        let room = &mut slot[CallHeader::BYTES..];
+        let room = &mut slot[CallHeader::BYTES..][..self.inline_bytes()];
         if self.call.op.reduces() {
             let given: Vec<_> = records.flatten().map(factor_and_data).collect();
             return self.sum_records(&given, &mut room[..self.partial_bytes()]);

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU8, Ordering};
 
 /// Maximum length of a text in bytes.
-const BYTES: usize = 128;
+pub const BYTES: usize = 128;
 /// Marks a truncated text.
 const CUT: &str = "…";
 
@@ -12,15 +12,20 @@ const CUT: &str = "…";
 #[repr(C)]
 pub struct SharedText([AtomicU8; BYTES]);
 
+/// Returns the last [`BYTES`] bytes of `text`, because a path has the file name and the line at the
+/// end.
+pub fn end_of(text: &str) -> &str {
+    let mut start = text.len().saturating_sub(BYTES);
+    while !text.is_char_boundary(start) {
+        start += 1;
+    }
+    &text[start..]
+}
+
 impl SharedText {
-    /// Writes the end of `text`, as much as fits, because a path has the file name and the line at
-    /// the end.
+    /// Writes the end of `text`, as much as fits.
     pub fn write_end(&self, text: &str) {
-        let mut start = text.len().saturating_sub(BYTES);
-        while !text.is_char_boundary(start) {
-            start += 1;
-        }
-        self.write(text[start..].bytes());
+        self.write(end_of(text).bytes());
     }
 
     /// Writes the start of `text`, as much as fits, as one line.

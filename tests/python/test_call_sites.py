@@ -15,6 +15,14 @@ from ranks import init, run_ranks
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 SITE = {"SYMM_DEBUG": "call_site"}
+#: The nodes of the ranks: one node, two nodes with a rank each, and two nodes of which one has two ranks.
+LAYOUTS = ("aa", "ab", "aab")
+
+
+def init_on(nodes: str, rank: int, world: int) -> None:
+    """``init``, where rank ``r`` is on node ``nodes[r]``."""
+    os.environ.update(SYMM_TEST_NODE=nodes[rank], SYMM_INTER_NODE_BACKEND="gloo", GLOO_SOCKET_IFNAME="lo")
+    init(rank, world)
 
 
 def first(tensor: torch.Tensor, asynchronous: bool) -> None:
@@ -40,7 +48,8 @@ def swapped(rank: int, tensors: list[torch.Tensor], asynchronous: bool) -> None:
         call(tensor, asynchronous)
 
 
-def swapped_and_told(rank: int, world: int, asynchronous: bool) -> str:
+def swapped_and_told(rank: int, world: int, nodes: str, asynchronous: bool) -> str:
+    init_on(nodes, rank, world)
     tensors = [torch.ones(4), torch.ones(4)]
     dist.barrier()
     with pytest.raises(torch_symm.SymmMismatchError) as error:
@@ -51,11 +60,13 @@ def swapped_and_told(rank: int, world: int, asynchronous: bool) -> str:
 
 # proves P7
 @pytest.mark.parametrize("asynchronous", (False, True))
-def test_swapped_equal_calls_name_both_lines(asynchronous: bool) -> None:
-    texts = run_ranks(swapped_and_told, 2, asynchronous, env=SITE)
-    assert texts[0] == texts[1]
+@pytest.mark.parametrize("nodes", LAYOUTS)
+def test_swapped_equal_calls_name_both_lines(nodes: str, asynchronous: bool) -> None:
+    texts = run_ranks(swapped_and_told, len(nodes), nodes, asynchronous, env=SITE, backend=None)
+    assert len(set(texts)) == 1, texts
     for rank, function in enumerate((first, second)):
-        expected = rf"rank {rank} \(pid \d+\) called all_reduce\(4 .*?, SUM\) at \S*{re.escape(line(function))}"
+        called = rf"rank {rank} \([^)]*pid \d+\) called all_reduce\(4 [^)]*, SUM\)(?: as #\d+)?"
+        expected = rf"{called} at \S*{re.escape(line(function))}"
         assert re.search(expected, texts[0]), (expected, texts[0])
 
 
@@ -80,18 +91,21 @@ def test_without_it_swapped_equal_calls_are_not_told_apart(rank: int) -> None:
     assert all(bool((tensor == 2).all()) for tensor in tensors)
 
 
-def on_some(rank: int, world: int) -> str:
+def on_some(rank: int, world: int, nodes: str) -> str:
     if rank == 0:
         os.environ.update(SITE)
-    init(rank, world)
+    init_on(nodes, rank, world)
     with pytest.raises(torch_symm.SymmMismatchError) as error:
         dist.all_reduce(torch.ones(4))
     return str(error.value)
 
 
-def test_ranks_with_and_without_it_hear_of_that() -> None:
-    texts = run_ranks(on_some, 2, backend=None)
-    assert texts[0] == texts[1] and "some were started with SYMM_DEBUG=call_site, others were not" in texts[0], texts
+@pytest.mark.parametrize("nodes", LAYOUTS)
+def test_ranks_with_and_without_it_hear_of_that(nodes: str) -> None:
+    texts = run_ranks(on_some, len(nodes), nodes, backend=None)
+    assert len(set(texts)) == 1, texts
+    assert "some were started with SYMM_DEBUG=call_site, others were not" in texts[0], texts
+    assert len(re.findall(r" at \S*test_call_sites.py:\d+", texts[0])) == 1, "only rank 0 has a call site"
 
 
 def ordinary(rank: int, world: int) -> float:

@@ -12,6 +12,7 @@ use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, ErrorKind, Result};
 use crate::group::Group;
 use crate::rank::Rank;
+use crate::sync::call_site::CallSite;
 use std::time::{Duration, Instant};
 use thread_rail::{on_nodes, on_nodes_until};
 
@@ -144,6 +145,27 @@ fn a_rank_that_waits_on_its_rail_sees_a_failure_on_its_own_node() {
             assert!(error.message.contains("aborted group \"test\""), "{error}");
             assert!(begun.elapsed() < Duration::from_secs(20), "rank {rank}");
         });
+    });
+}
+
+#[test]
+fn slots_have_room_for_data_and_call_sites() {
+    on_nodes(&[0, 0, 1], |group, _| {
+        // Lengths around the maximum length of short data, with and without a call site.
+        for bytes in [0, 3911, 3912, 3913, 4040, 4041] {
+            for site in ["", "train.py:12", &"train.py".repeat(40)] {
+                let (mut input, mut output) = ([vec![1; bytes]], [vec![0xee; bytes]]);
+                let sum = CallSpec {
+                    op: Collective::AllReduce,
+                    inputs: spans(&mut input).into(),
+                    outputs: spans(&mut output).into(),
+                    call_site: CallSite::known(CallSite::number(site)).filter(|_| !site.is_empty()),
+                    ..CallSpec::barrier(None)
+                };
+                group.run(&[Call::inner(sum)], None).expect("all agree");
+                assert!(output[0].iter().all(|&byte| byte == 3), "{bytes} bytes at {site:?}");
+            }
+        }
     });
 }
 
