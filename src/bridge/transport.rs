@@ -181,10 +181,14 @@ fn begun(started: Started) -> Result<Work> {
     outcome(started.status).map(|()| Arc::new(started.work) as Work)
 }
 
+/// Maximum timeout of a backend. Backends add timeouts to the present time in nanoseconds, and that
+/// sum overflows after some 290 years.
+const MAX_TIMEOUT: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
+
 /// Returns the milliseconds of a backend's timeout. They are rounded up, so that the caller's
-/// deadline passes first: its error names the missing ranks.
+/// deadline passes first: its error names the missing ranks. At most [`MAX_TIMEOUT`].
 fn milliseconds(time: Duration) -> i64 {
-    i64::try_from(time.as_nanos().div_ceil(1_000_000)).unwrap_or(i64::MAX).max(1)
+    (time.min(MAX_TIMEOUT).as_nanos().div_ceil(1_000_000) as i64).max(1)
 }
 
 fn kept(keep: Option<&Buffer>) -> Result<SharedPtr<BufferHandle>> {
@@ -345,7 +349,7 @@ mod tests {
                 milliseconds(Duration::from_secs(2)),
                 milliseconds(Duration::MAX)
             ),
-            (1, 2000, i64::MAX)
+            (1, 2000, MAX_TIMEOUT.as_millis() as i64)
         );
     }
 }

@@ -236,6 +236,19 @@ def test_options_choose_for_later_groups_too(rank: int, world_size: int) -> None
     assert total() == 3 and total(dist.new_group([0, 1])) == 3
 
 
+@pytest.mark.parametrize("timeout", [timedelta(days=365 * 250), timedelta(days=365 * 300)], ids=str)
+@on_nodes(1, 1)
+def test_a_group_may_have_a_timeout_of_centuries(rank: int, timeout: timedelta) -> None:
+    group = dist.new_group([0, 1], timeout=timeout)
+    dist.all_reduce(tensor := torch.ones(100_000), group=group)
+    assert bool((tensor == 2).all())
+    if rank == 0:
+        dist.send(tensor, 1, group=group)
+    else:
+        dist.recv(got := torch.zeros(100_000), 0, group=group)
+        assert bool((got == 2).all())
+
+
 @pytest.mark.parametrize(
     ("option", "usual", "other", "differing"), [("order", "rank", "tree", 2), ("reduce_dtype", "tensor", "float32", 3)]
 )
