@@ -114,7 +114,8 @@ impl OobConnection {
     }
 
     /// Sends what can be sent now. If the other end is closed, or more than [`UNSENT`] bytes are
-    /// queued, discards the queue; a later read reports the failure.
+    /// queued, discards the queue and sends nothing more, because the next bytes would not continue
+    /// the frame that was sent last; later reads on both ends report the failure.
     pub(super) fn write(&mut self) {
         while !self.output.is_empty() {
             match retry(|| {
@@ -122,7 +123,10 @@ impl OobConnection {
             }) {
                 Ok(count) => drop(self.output.drain(..count)),
                 Err(Errno::AGAIN) if self.output.len() <= UNSENT => return,
-                Err(_) => self.output.clear(),
+                Err(_) => {
+                    self.output.clear();
+                    let _ = shutdown(&self.socket, Shutdown::Write);
+                }
             }
         }
     }
@@ -185,5 +189,44 @@ impl OobConnection {
             .is_ok_and(|(count, _)| count == PIECE)
         {}
         let _ = shutdown(&self.socket, Shutdown::Both);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+    #[test]
+    fn a_peer_that_reads_too_late_gets_whole_messages_and_the_end() {
+        let (near, far) =
+            socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
+                .expect("sockets");
+        let sealer = |end| Sealer::new(&[0; 16], &[0; OPENING], &[0; HELLO], end);
+        let mut sender =
+            OobConnection::connected(near, sealer(ConnectionEnd::Leader), Rank(1), Rank(0));
+        let mut reader =
+            OobConnection::connected(far, sealer(ConnectionEnd::Hub), Rank(0), Rank(1));
+        let message = OobMessage::Left(Rank(1), "x".repeat(3000));
+        let send = |sender: &mut OobConnection| {
+            sender.queue(&message);
+            sender.write();
+            sender.unsent()
+        };
+        while !send(&mut sender) {}
+        while send(&mut sender) {}
+        // The queue was discarded within a message. Later messages must not follow it.
+        assert!(!send(&mut sender));
+        let mut heard = Vec::new();
+        let error = (0..10_000).find_map(|_| {
+            let took = |_: &mut OobConnection, message: OobMessage| {
+                heard.push(message);
+                Ok(())
+            };
+            reader.read(None, took).err()
+        });
+        assert_eq!(error, Some(Error::network("closed")));
+        assert_eq!(heard.remove(0), OobMessage::Hello(Rank(1)));
+        assert!(!heard.is_empty() && heard.iter().all(|heard| *heard == message));
     }
 }
