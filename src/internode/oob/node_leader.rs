@@ -385,7 +385,8 @@ impl NodeLeader {
             match read(connection) {
                 Ok(()) => at += 1,
                 Err(error) => {
-                    let ended = self.connections.swap_remove(at);
+                    // The connections stay in the order of their arrival.
+                    let ended = self.connections.remove(at);
                     self.on_disconnect(&ended, error.message);
                     ended.close();
                 }

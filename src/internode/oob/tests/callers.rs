@@ -3,7 +3,7 @@
 use super::super::LocalNode;
 use super::super::OobTimeouts;
 use super::super::connect::{ready, receive, transmit};
-use super::super::frame::{ConnectionEnd, OobMessage, Sealer};
+use super::super::frame::{ConnectionEnd, OobMessage, Sealer, Token};
 use super::super::node_leader::{Descriptor, HubListener, NodeLeader, UNIDENTIFIED};
 use super::{Job, QUICK, Shared, soon};
 use crate::error::Error;
@@ -103,43 +103,78 @@ fn of_many_unidentified_peers_at_once_the_oldest_go_first() {
     });
 }
 
-#[test]
-fn new_callers_do_not_displace_a_caller_that_has_answered() {
+/// Makes a hub of two nodes that waits long for handshakes, and returns its address.
+fn hub(token: Token) -> (NodeLeader, StoreAddress) {
     let layout = Job::new(&[0, 1], QUICK).layout;
     let listeners =
         ListeningSockets::at(&StoreAddress::Inet(vec![(Ipv4Addr::LOCALHOST, 0).into()]))
             .expect("it listens");
-    let (address, token) = (listeners.address.clone(), [7; 16]);
-    let connect = || address.connect(|_, _| {}).expect("it listens");
+    let address = listeners.address.clone();
     let times =
         OobTimeouts { handshake_timeout: Duration::from_secs(600), ..OobTimeouts::default() };
     let door = HubListener { listeners: Arc::new(listeners), token };
-    let mut hub =
+    let hub =
         NodeLeader::new("test", &layout, Rank(0), Arc::<Shared>::default(), times, Some(door));
-    let turn = |hub: &mut NodeLeader| {
-        let mut found = Vec::new();
-        hub.descriptors(&mut found);
-        assert_eq!(
-            hub.poll(&found.iter().map(|(descriptor, _)| descriptor.as_fd().as_raw_fd()).collect()),
-            None
-        );
+    (hub, address)
+}
+
+/// Returns the descriptors that `hub` polls.
+fn descriptors(hub: &NodeLeader) -> Vec<Descriptor> {
+    let mut found = Vec::new();
+    hub.descriptors(&mut found);
+    found.into_iter().map(|(descriptor, _)| descriptor).collect()
+}
+
+/// Lets `hub` handle all its descriptors once.
+fn turn(hub: &mut NodeLeader) {
+    let ready = descriptors(hub).iter().map(|descriptor| descriptor.as_fd().as_raw_fd()).collect();
+    assert_eq!(hub.poll(&ready), None);
+}
+
+/// Receives from `socket`, a connection with `hub`, while the hub runs.
+fn hear(hub: &mut NodeLeader, socket: &OwnedFd, into: &mut [u8]) {
+    let until = soon();
+    while let Err(error) = receive(socket, into, Instant::now()) {
+        assert!(error.message.contains("does not answer") && Instant::now() < until, "{error}");
+        turn(hub);
+    }
+}
+
+#[test]
+fn the_oldest_go_first_after_others_have_left() {
+    let (mut hub, address) = hub([7; 16]);
+    let called = |hub: &mut NodeLeader| {
+        let caller = address.connect(|_, _| {}).expect("it listens");
+        hear(hub, &caller, &mut [0; OPENING]);
+        caller
     };
+    let mut callers: Vec<OwnedFd> = (0..UNIDENTIFIED).map(|_| called(&mut hub)).collect();
+    let (all, until) = (descriptors(&hub).len(), soon());
+    drop(callers.remove(0));
+    while descriptors(&hub).len() == all {
+        assert!(Instant::now() < until, "the hub notices that the first caller has left");
+        turn(&mut hub);
+    }
+    let _more = [called(&mut hub), called(&mut hub)];
+    assert!(is_closed(&callers.remove(0)), "the oldest of those that have stayed");
+    for (at, caller) in callers.iter().enumerate() {
+        let error = receive(caller, &mut [0], Instant::now()).expect_err("nothing comes").message;
+        assert!(error.contains("does not answer"), "{at}: {error}");
+    }
+}
+
+#[test]
+fn new_callers_do_not_displace_a_caller_that_has_answered() {
+    let token = [7; 16];
+    let (mut hub, address) = hub(token);
+    let connect = || address.connect(|_, _| {}).expect("it listens");
     // Returns once the caller's bytes have reached the hub, whose first connection is the caller's.
     let arrived = |hub: &NodeLeader| {
-        let mut found = Vec::new();
-        hub.descriptors(&mut found);
-        let (first, _) = found
-            .iter()
-            .find(|(descriptor, _)| matches!(descriptor, Descriptor::Connection(_)))
-            .expect("it is connected");
+        let all = descriptors(hub);
+        let is_connection =
+            |descriptor: &&Descriptor| matches!(descriptor, Descriptor::Connection(_));
+        let first = all.iter().find(is_connection).expect("it is connected");
         ready(&first.as_fd(), PollFlags::IN, soon()).expect("the bytes arrive");
-    };
-    let hear = |hub: &mut NodeLeader, socket: &OwnedFd, into: &mut [u8]| {
-        let until = soon();
-        while let Err(error) = receive(socket, into, Instant::now()) {
-            assert!(error.message.contains("does not answer") && Instant::now() < until, "{error}");
-            turn(hub);
-        }
     };
     let (caller, mut opening, mut admission) = (connect(), [0; OPENING], [0; ADMISSION]);
     hear(&mut hub, &caller, &mut opening);
