@@ -194,7 +194,7 @@ impl<'a> CallRail<'a> {
 
     /// Starts `transfer`, whose spans are in the staging.
     pub(super) fn start(&self, transfer: &RailOp<Span>) -> Result<()> {
-        let left = self.executor.limit.remaining().ok_or_else(|| self.timeout_error())?;
+        let left = self.executor.limit.remaining().ok_or_else(|| self.missing_ranks())?;
         let executor = self.executor;
         executor.internode.traffic.add(
             TrafficPath::Rail(executor.local()),

@@ -128,6 +128,24 @@ fn a_rail_that_stops_within_a_call_is_a_timeout_everywhere() {
 }
 
 #[test]
+fn a_call_that_reaches_its_rail_too_late_waits_for_reports_of_other_nodes() {
+    let ended = std::sync::Barrier::new(2);
+    on_nodes(&[0, 1], |group, rank| {
+        if rank == 0 {
+            // Without a peer on its node, a call without time fails first at its rail.
+            let begun = Instant::now();
+            let error = group.run(&[Call::barrier(None)], Some(Duration::ZERO));
+            let took = begun.elapsed();
+            error
+                .expect_err("it has no time")
+                .assert_says(ErrorKind::Timeout, &["reached its timeout after"]);
+            assert!(took >= Duration::from_millis(80), "{took:?}");
+        }
+        ended.wait();
+    });
+}
+
+#[test]
 fn a_rank_that_waits_on_its_rail_sees_a_failure_on_its_own_node() {
     on_nodes_until(1, &[0, 0, 1, 1], |group, rank| {
         std::thread::scope(|scope| {
