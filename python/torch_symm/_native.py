@@ -16,6 +16,16 @@ from torch_symm import _docstrings, _repr
 from torch_symm._version import TORCH_VERSIONS
 
 _FOLDER = Path(__file__).parent
+#: The operators of ``torch.ops.symm`` that the native part defines.
+OPERATORS = (
+    "_all_gather_matmul",
+    "_matmul_reduce_scatter",
+    "all_reduce",
+    "all_reduce_add_rms_norm",
+    "all_reduce_add_rms_norm_",
+    "all_reduce_add_rms_norm_dynamic_fp8",
+    "all_reduce_add_rms_norm_fp8",
+)
 #: Held while the extension is loaded, once per process.
 _lock = RLock()
 
@@ -81,12 +91,20 @@ def _why_not(running: str, full: str) -> str:
 
 
 def _announce(native: ModuleType, cuda: str | None) -> None:
-    """Gives ``native`` the directories of the kernels' compiler and the profiles, and the inter-node factory."""
+    """Gives ``native`` what it needs from Python, and announces its operators to Inductor.
+
+    It needs the directories of the kernels' compiler and of the profiles, and the inter-node factory.
+    """
+    import torch
+
+    from torch_symm import _inductor
+
     native._cuda_libraries([os.fsencode(folder) for folder in nvrtc_folders(cuda)])
     native._set_bundled_profile_dir(os.fsencode(_FOLDER / "profiles"))
     native._set_backend_factory(_make_backend, _find_backends)
     _repr.install(native)
     _docstrings.install(native)
+    _inductor.add_collectives(getattr(torch.ops.symm, name) for name in OPERATORS)
     # In this order: the last registered function runs first, and leaving the groups logs lines.
     atexit.register(_end_logging)
     # Leave before the interpreter ends: later, a thread that drops a tensor with a Python object would end the process.

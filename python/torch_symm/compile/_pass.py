@@ -10,10 +10,11 @@ import torch._inductor.custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
+from torch_symm import _inductor
 from torch_symm._native import load
 from torch_symm.compile import _all_reduce, _nodes, _norms, _quantized
 
-MODULES = (_all_reduce, _nodes, _norms, _quantized)
+MODULES = (_all_reduce, _inductor, _nodes, _norms, _quantized)
 
 
 class SymmPass(CustomGraphPass):

@@ -10,6 +10,7 @@ import torch
 import torch.compiler.config
 import torch.distributed._symmetric_memory as torchs
 
+from torch_symm._inductor import add_collectives
 from torch_symm.symm_mem import _groups
 from torch_symm.symm_mem._operators import OPERATORS
 
@@ -39,6 +40,7 @@ def enable_fused_ops() -> None:
             theirs, fallback = getattr(torchs, f"_{name}"), getattr(torchs, f"_{name}_fallback")
             library.impl(name, _for_symm_groups(operator.run, theirs, "cuda"), "CUDA", allow_override=True)
             library.impl(name, _for_symm_groups(operator.run, fallback, "cpu"), "CPU")
+    add_collectives(getattr(torch.ops.symm_mem, operator.name) for operator in OPERATORS)
     torchs.is_symm_mem_enabled_for_group = _groups.is_symm_mem_enabled_for_group
     torch.compiler.config.cache_key_tag += _CACHE_TAG
     _kernels = library

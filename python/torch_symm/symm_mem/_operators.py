@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torch_symm._inductor import add_collectives
 from torch_symm.symm_mem import _all_gather_matmul, _matmul_reduce_scatter
 from torch_symm.symm_mem._groups import in_test_mode
 
@@ -88,6 +89,7 @@ for _operator in OPERATORS:
     _library.impl(_operator.name, _operator.run, "CPU")  # type: ignore[no-untyped-call]
     _library.impl(_operator.name, _operator.run, "CUDA")  # type: ignore[no-untyped-call]
     _library.impl(_operator.name, _operator.shapes, "Meta")  # type: ignore[no-untyped-call]
+add_collectives(getattr(torch.ops.symm, operator.name) for operator in OPERATORS)
 
 
 def fused_all_gather_matmul(

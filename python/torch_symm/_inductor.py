@@ -1,0 +1,115 @@
+"""Makes Inductor treat operators that communicate as it treats torch's collectives.
+
+Inductor keeps the program's order only among its own collective kernels. It orders all other operators by size and
+locality, so two ranks with tensors of different sizes could call such operators in different orders.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial, wraps
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils._pytree import tree_map
+
+#: The operators, each with the lowering that it has in Inductor by now.
+_collectives: dict[Any, Any] = {}
+
+
+def add_collectives(operators: Iterable[Any]) -> None:
+    """Makes Inductor keep the order of all calls of ``operators``, such as ``torch.ops.symm.all_reduce``.
+
+    The order is the program's order, also among torch's own collectives. Does not import Inductor: the operators are
+    registered when it is imported.
+    """
+    for packet in operators:
+        _collectives.setdefault(packet.default, None)
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+    for name, prepare in _MODULES.items():
+        if name in sys.modules:
+            prepare(import_module(name))  # If another thread is importing it, this waits for that thread.
+
+
+def _register_lowerings(lowering: Any) -> None:
+    for operator, known in _collectives.items():
+        if known is None:
+            _collectives[operator] = lower = partial(_lower, operator)
+            lowering.add_layout_constraint(operator, lowering.constrain_to_fx_strides)
+            lowering.add_needs_realized_inputs(operator)
+            lowering.register_lowering(operator, type_promotion_kind=None)(lower)
+
+
+def _lower(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    from torch._inductor import ir
+
+    # From `FallbackKernel`, which supports every form of arguments and results; the type is what Inductor orders.
+    results = ir._CollectiveKernel.create(operator, *args, **kwargs)
+    return tree_map(lambda node: ir.TensorBox.create(node) if isinstance(node, ir.IRNode) else node, results)
+
+
+def _keep_order_in_graphs(post_grad: Any) -> None:
+    """Keeps Inductor from moving operators past each other, towards their users, before it lowers the graph."""
+    reorder = post_grad.reorder_for_locality
+    if hasattr(reorder, "__wrapped__"):
+        return
+
+    @wraps(reorder)
+    def reorder_in_order(graph: Graph) -> None:
+        nodes = list(graph.nodes)
+        reorder(graph)
+        if any(_target(node) in _collectives for node in nodes) and _calls(graph.nodes) != _calls(nodes):
+            for node in nodes[:-1]:
+                nodes[-1].prepend(node)
+
+    post_grad.reorder_for_locality = reorder_in_order
+
+
+def _calls(nodes: Iterable[Node]) -> list[Node]:
+    return [node for node in nodes if _communicates(_target(node))]
+
+
+def _target(node: Node) -> Any:
+    """Returns the operator that the node calls, also if it calls a functional form of an operator that mutates."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return next((given for given in node.args if isinstance(given, torch._ops.OpOverload)), None)
+    return node.target
+
+
+def _communicates(target: Any) -> bool:
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    of_torch = target.namespace in ("_c10d_functional", "_dtensor") and "wait_tensor" not in target._opname
+    return of_torch or target in _collectives
+
+
+#: Modules of Inductor, and the functions that prepare them once they have been imported.
+_MODULES: dict[str, Callable[[Any], None]] = {
+    "torch._inductor.lowering": _register_lowerings,
+    "torch._inductor.fx_passes.post_grad": _keep_order_in_graphs,
+}
+
+
+class _Finder(MetaPathFinder):
+    """Prepares :data:`_MODULES` when they are imported."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path, target) if fullname in _MODULES else None
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                _MODULES[fullname](module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,97 @@
+"""Operators that communicate, in compiled code: every rank keeps the program's order."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config
+import torch.distributed as dist
+import torch_symm
+from programs import QUIET, needs_compiler
+from torch_symm import _inductor
+
+ops: Any = torch.ops
+
+
+def summed(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    total: torch.Tensor = ops.symm.all_reduce(tensor, "sum", name)
+    return total
+
+
+def compiled(step: Callable[..., Any], *given: Any) -> Any:
+    """The results of compiled code, which other runs of the tests did not leave in a cache."""
+    torch._dynamo.reset()
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        return torch.compile(step, dynamic=False, fullgraph=True)(*given)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.ranks(2, timeout=300, env=QUIET)
+def test_ranks_with_tensors_of_other_sizes_keep_the_order(rank: int) -> None:
+    torch_symm.stats()  # Registers the operators
+    name = dist.group.WORLD.group_name
+
+    def step(
+        shared: torch.Tensor, small: torch.Tensor, large: torch.Tensor, eye: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        product = shared @ eye
+        one = product[0].clone()
+        mine = (small * one) @ eye
+        mine = (mine * mine).sum(0)
+        total = summed(mine, name)
+        other = (large * one) @ eye
+        other = (other * other * 3).sum(0) + (product @ eye).sum(0) * 0
+        return total, mine, summed(other, name), other
+
+    rows = (512, 8192) if rank == 0 else (8192, 512)
+    small, large = (torch.ones(count, 64) / 64 for count in rows)
+    given = torch.ones(4096, 64), small, large, torch.eye(64)
+    for got, wanted in zip(compiled(step, *given), step(*given), strict=True):
+        assert torch.equal(got, wanted)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.ranks(2, timeout=300, env=QUIET)
+def test_ranks_that_use_the_results_in_another_order_keep_the_order(rank: int) -> None:
+    torch_symm.stats()  # Registers the operators
+    name = dist.group.WORLD.group_name
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        one, other = summed(x, name), summed(y, name)
+        return (other * 2, one * 3) if rank == 0 else (one * 3, other * 2)
+
+    given = torch.full((64,), 1.0), torch.full((64,), 10.0)
+    for got, wanted in zip(compiled(step, *given), step(*given), strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_inductor_orders_every_operator_that_communicates() -> None:
+    from torch._inductor import lowering
+    from torch_symm import symm_mem
+
+    symm_mem.enable_fused_ops()
+    symm_mem.disable_fused_ops()
+    defined = {schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("symm::")}
+    known = {operator.name() for operator in _inductor._collectives}
+    assert defined and known - defined == {name.replace("symm::", "symm_mem::") for name in defined if "fused" in name}
+    assert not defined - known
+    assert all(operator in lowering.lowerings for operator in _inductor._collectives)
+
+
+def test_the_operators_are_registered_without_importing_inductor() -> None:
+    program = """
+import sys, torch_symm
+torch_symm.stats()
+assert "torch._inductor" not in sys.modules
+from torch._inductor import lowering
+from torch_symm import _inductor
+assert _inductor._collectives.keys() <= lowering.lowerings.keys()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
