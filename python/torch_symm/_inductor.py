@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import has_side_effect
 from torch.utils._pytree import tree_map
 
 #: The operators, each with the lowering that it has in Inductor by now.
@@ -30,6 +31,8 @@ def add_collectives(operators: Iterable[Any]) -> None:
     registered when it is imported.
     """
     for packet in operators:
+        has_side_effect(packet)
+        has_side_effect(packet.default)
         _collectives.setdefault(packet.default, None)
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

@@ -1,4 +1,4 @@
-"""Operators that communicate, in compiled code: every rank keeps the program's order."""
+"""Operators that communicate, in compiled code: every rank keeps the program's calls and their order."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch_symm
 from programs import QUIET, needs_compiler
 from torch_symm import _inductor
+from torch_symm._native import OPERATORS
 
 ops: Any = torch.ops
 
@@ -72,6 +73,34 @@ def test_ranks_that_use_the_results_in_another_order_keep_the_order(rank: int) -
         assert torch.equal(got, wanted)
 
 
+def test_graphs_keep_calls_whose_results_are_not_used() -> None:
+    torch_symm.stats()  # Registers the operators
+    for name in OPERATORS:
+        packet = getattr(ops.symm, name)
+        for target in (packet, packet.default):
+            graph = torch.fx.Graph()
+            graph.call_function(target, (graph.placeholder("tensor"),))
+            graph.output(None)
+            graph.eliminate_dead_code()
+            assert len(graph.find_nodes(op="call_function", target=target)) == 1, target
+
+
+@pytest.mark.ranks(2, timeout=200)
+def test_a_rank_that_does_not_use_the_results_takes_part(rank: int) -> None:
+    torch_symm.stats()  # Registers the operators
+    name = dist.group.WORLD.group_name
+
+    def step(rows: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        normed, _ = ops.symm.all_reduce_add_rms_norm(rows, rows, weight, 1e-5, name)
+        return (normed,) if rank == 0 else (rows * 2,)
+
+    with torch.no_grad():
+        torch.compile(step, backend="aot_eager", fullgraph=True)(torch.ones(4, 64), torch.ones(64))
+    total = torch.full((64,), float(rank))
+    dist.all_reduce(total)
+    assert torch.equal(total, torch.ones(64))
+
+
 def test_inductor_orders_every_operator_that_communicates() -> None:
     from torch._inductor import lowering
     from torch_symm import symm_mem
@@ -92,6 +121,7 @@ torch_symm.stats()
 assert "torch._inductor" not in sys.modules
 from torch._inductor import lowering
 from torch_symm import _inductor
+from torch_symm._native import OPERATORS
 assert _inductor._collectives.keys() <= lowering.lowerings.keys()
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
