@@ -21,6 +21,7 @@ class Options(Backend.Options):
     ``group_name`` names it in messages; ``global_ranks_in_group`` lists its ranks in the default group (empty: the same
     as in this group).
     ``timeout``, a ``timedelta`` or a number of seconds, limits joining and every call that does not pass its own limit.
+    The default, 30 minutes, leaves the choice to the argument ``timeout`` of ``init_process_group`` and ``new_group``.
     ``inter_node_backend`` connects ranks on several nodes: ``"none"``, ``"gloo"``, ``"nccl"``, ``"auto"``, backends
     that torch knows, such as ``"cpu:mine,cuda:nccl"``, or ``""`` for the choice of ``SYMM_INTER_NODE_BACKEND``; later
     groups then use the choice of the default group.

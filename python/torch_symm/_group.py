@@ -20,7 +20,8 @@ from torch_symm._native import leave_all, load
 def create_group(options: Any, group_options: Any) -> Any:
     """Joins the group described by torch's ``_DistributedBackendOptions``.
 
-    ``group_options`` may be a :class:`torch_symm.Options`, whose timeout then takes precedence over torch's.
+    ``group_options`` may be a :class:`torch_symm.Options`. Its timeout takes precedence over torch's, unless it is the
+    default of 30 minutes.
 
     Raises:
         TypeError: ``group_options`` is of another type.
@@ -41,7 +42,10 @@ def create_group(options: Any, group_options: Any) -> Any:
 
 def prepared(native: Any, options: Any, group_options: Any) -> Any:
     """Prepares this process for the group to be made, and returns its :class:`torch_symm.Options`."""
-    timeout = options.timeout if group_options is None else group_options._timeout
+    timeout = options.timeout
+    # Options that state other values have the default timeout, which must not replace the argument of torch's function.
+    if group_options is not None and group_options._timeout != native.Options()._timeout:
+        timeout = group_options._timeout
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=float(timeout))
     _dtensor.announce()

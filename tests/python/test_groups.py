@@ -314,7 +314,21 @@ def test_timeouts_are_timedeltas_or_seconds(timeout: timedelta | float) -> None:
     assert torch_symm.Options(0.0125).timeout == timedelta(milliseconds=13)
 
 
-@pytest.mark.parametrize("timeout", [-1, 0, -0.5, 1e300, float("inf"), float("nan"), timedelta(0), timedelta(seconds=-5), "5"])
+@pytest.mark.ranks(2)
+def test_options_for_something_else_keep_the_timeout_that_torch_was_given() -> None:
+    minute, own = timedelta(seconds=60), timedelta(seconds=50)
+    for timeout, wanted in ((None, minute), (timedelta(minutes=30), minute), (own, own)):
+        options = torch_symm.Options(order="tree") if timeout is None else torch_symm.Options(timeout, order="tree")
+        group = dist.new_group(timeout=minute, pg_options=options)
+        assert backend_of(group).options._timeout == wanted, timeout
+    group = dist.new_group(pg_options=torch_symm.Options(order="tree"))
+    assert backend_of(group).options._timeout == timedelta(minutes=30)
+
+
+NOT_POSITIVE = (-1, 0, -0.5, timedelta(0), timedelta(seconds=-5))
+
+
+@pytest.mark.parametrize("timeout", [*NOT_POSITIVE, 1e300, float("inf"), float("nan"), "5"])
 def test_other_timeouts_are_refused(timeout: float | timedelta) -> None:
     error, says = (TypeError, None) if timeout == "5" else (ValueError, "timeout must be more than 0")
     with pytest.raises(error, match=says):

@@ -88,6 +88,9 @@ def as_gloo(rank: int, world: int) -> None:
     everyone = dist.new_group(timeout=timedelta(seconds=20))
     assert everyone._get_backend(CPU).options.timeout == timedelta(seconds=20)
     assert "timeout 20 s" in torch_symm.describe(everyone)
+    options = torch_symm.Options(order="rank")
+    with_options = dist.new_group(timeout=timedelta(seconds=20), pg_options=options)
+    assert with_options._get_backend(CPU).options.timeout == timedelta(seconds=20)
     assert served_by(everyone) == "symm" and dist.get_backend(everyone) == "gloo"
     sums(everyone)
     mixed = dist.new_group(backend="cpu:gloo,cuda:symm")
