@@ -77,6 +77,14 @@ def _own(group: Any) -> Any:
     raise ValueError(f"no tensors of this group are served by symm: {group!r}")
 
 
+def on_several_nodes() -> set[str]:
+    """Returns torch's names of this process's groups that span nodes and use symm."""
+    from torch_symm._trace import trace
+
+    found = [known["name"] for known in trace()["groups"] if known["other_nodes"] and known["left_ns"] is None]
+    return {"0" if name == "default" else name for name in found}
+
+
 def _other_nodes(own: Any) -> str:
     from torch_symm._repr import group_name
     from torch_symm._trace import trace

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
+from torch_symm._describe import on_several_nodes
 from torch_symm.compile._nodes import aten, calls, casts, collectives, is_last, is_of_symm, other, uncast, users, value
 from torch_symm.compile._quantized import quantization
 
@@ -73,7 +74,8 @@ def _is_served(summed: torch.Tensor, group: str) -> bool:
     hidden = summed.shape[-1] if summed.dim() else 0
     if summed.dtype not in DTYPES or not isinstance(hidden, int) or hidden % MULTIPLE or not 0 < hidden <= MOST:
         return False
-    return is_of_symm(group, summed)
+    # Multi-node groups reject CUDA tensors.
+    return is_of_symm(group, summed) and (summed.device.type == "cpu" or group not in on_several_nodes())
 
 
 def _comes_before(node: Node, other: Node, order: dict[Node, int]) -> bool:
