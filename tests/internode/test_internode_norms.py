@@ -34,10 +34,11 @@ def test_bits_are_those_of_separate_steps(rank: int, world_size: int) -> None:
 def served(rank: int, world_size: int) -> tuple[bool, bool]:
     """Whether graphs of CPU and of CUDA tensors get the operator, in a group that uses symm for both."""
     from torch._subclasses import FakeTensorMode
-    from torch_symm.compile import _norms
+    from torch_symm.compile import _nodes, _norms
 
     _norms.is_of_symm = lambda group, tensor: True
     name = dist.group.WORLD.group_name
+    assert _nodes.groups() == ((name, True, False, world_size > 1),), "the key of cached graphs"
     with FakeTensorMode():
         cpu, cuda = (_norms._is_served(torch.empty(4, 64, device=device), name) for device in ("cpu", "cuda"))
     return cpu, cuda

@@ -259,6 +259,18 @@ def test_compiled_layers_have_the_operators_bits(rank: int, world_size: int) -> 
     assert seen.seen.pop() == ([], 1)
 
 
+@pytest.mark.ranks(2)
+def test_cached_code_is_for_groups_of_the_same_backends() -> None:
+    keys = [SymmPass().uuid()]
+    for backend in ("gloo", "symm", "gloo"):
+        group = dist.new_group(backend=backend)
+        keys.append(SymmPass().uuid())
+        name = group.group_name
+        dist.destroy_process_group(group)
+        assert SymmPass().uuid() == keys[0], name
+    assert len(set(keys)) == 4
+
+
 def test_it_is_enabled_beside_passes_of_the_user_and_disabled_alone() -> None:
     config = torch._inductor.config
     assert config.post_grad_custom_pre_pass is None

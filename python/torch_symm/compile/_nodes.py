@@ -7,8 +7,10 @@ import struct
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d
 from torch.fx import Node
 
+from torch_symm._describe import on_several_nodes
 from torch_symm.symm_mem._groups import is_symm, resolve
 
 aten = torch.ops.aten
@@ -114,6 +116,15 @@ def is_last(dims: Any, of: Any) -> bool:
 def is_number(node: Any, number: float) -> bool:
     """Returns true if the node is ``number``, once both are rounded to float32."""
     return isinstance(node, (int, float)) and struct.pack("f", node) == struct.pack("f", number)
+
+
+def groups() -> tuple[tuple[str, bool, bool, bool], ...]:
+    """Returns each group's name, whether it uses symm for CPU and for CUDA tensors, and whether it spans nodes."""
+    names = distributed_c10d._world.pg_names
+    several = on_several_nodes() if names else set()
+    return tuple(
+        sorted((name, is_symm(group, "cpu"), is_symm(group, "cuda"), name in several) for group, name in names.items())
+    )
 
 
 def is_of_symm(group: str, tensor: torch.Tensor) -> bool:

@@ -26,8 +26,8 @@ class SymmPass(CustomGraphPass):
         _all_reduce.replace_copied(graph)
 
     def uuid(self) -> Any:
-        """Returns the key by which cached graphs are distinguished."""
-        return get_hash_for_files((__file__, *(str(module.__file__) for module in MODULES)))
+        """Returns the key by which cached graphs are distinguished: this code, and the groups by which it chooses."""
+        return get_hash_for_files((__file__, *(str(module.__file__) for module in MODULES))), _nodes.groups()
 
 
 class Following(CustomGraphPass):
