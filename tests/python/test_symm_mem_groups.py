@@ -43,6 +43,20 @@ def test_symm_groups_are_enabled_and_others_can_be() -> None:
         symm_mem.enable_symm_mem_for_group("no such group")
 
 
+@pytest.mark.ranks(2, backend=None)
+def test_a_group_of_the_same_name_is_enabled_anew() -> None:
+    is_enabled = symm_mem.is_symm_mem_enabled_for_group
+    for turn, enable in enumerate((torchs.enable_symm_mem_for_group, symm_mem.enable_symm_mem_for_group) * 2):
+        init_process_group(backend="gloo", name=f"turn {turn}")
+        name = dist.group.WORLD.group_name
+        assert not is_enabled(name), turn
+        if turn != 2:  # torch's own function enables a name only once
+            enable(name)
+            assert is_enabled(name), turn
+        dist.destroy_process_group()
+        assert not is_enabled(name), turn
+
+
 @pytest.mark.ranks(3, backend="gloo")
 def test_a_group_on_two_nodes_is_refused_by_name(rank: int) -> None:
     _groups._this_node = lambda: (f"boot-{rank // 2}", f"node{rank // 2}")  # type: ignore[assignment]

@@ -57,13 +57,19 @@ def is_symm_mem_enabled_for_group(group_name: str) -> bool:
     """
     if in_test_mode():
         return _enabled_in_torch(GroupName(group_name))
-    if group_name in torchs._group_name_to_store:
-        return True
     try:
         group = resolve(group_name)
     except RuntimeError:
         return False
-    return group in _enabled or is_symm(group, "cpu") or is_symm(group, "cuda")
+    return (
+        group in _enabled or _is_enabled_by_torch(group, group_name) or is_symm(group, "cpu") or is_symm(group, "cuda")
+    )
+
+
+def _is_enabled_by_torch(group: Any, group_name: str) -> bool:
+    """Returns true if torch's own function enabled this group, and not an earlier group of the same name."""
+    store = torchs._group_name_to_store.get(GroupName(group_name))
+    return isinstance(store, c10d.PrefixStore) and store.underlying_store is c10d._get_process_group_store(group)
 
 
 #: torch's own function, which `enable_fused_ops` may later replace in torch's module.
