@@ -123,6 +123,7 @@ def test_a_dimension_across_nodes_has_the_price_of_the_network() -> None:
     # 6.6 µs for any call, 10 µs for each of two network latencies, and the time for 2 MiB on the link of the node: each
     # of its two ranks sends 1 MiB.
     fast = dtensor.MeshTopoInfo.build_from_mesh(mesh, network=(12.5, 10.0))
+    assert dtensor.MeshTopoInfo.build_from_mesh(mesh, network=[12.5, 10.0]) is fast
     assert dtensor.allreduce_cost(2**-10, fast, 0) == pytest.approx(6.6 + 20 + 2 * (1 << 20) / 12500)
     assert dtensor.allreduce_cost(2**-10, fast, 1) == dtensor.allreduce_cost(2**-10, topo, 1)
     # One dimension over all ranks, half of them on each node; a node has the price of two ranks.
@@ -139,7 +140,7 @@ def test_a_dimension_across_nodes_has_the_price_of_the_network() -> None:
     full = spec(Replicate(), Replicate())._spec
     across, inside = (spec(*placed)._spec for placed in ((Shard(0), Replicate()), (Replicate(), Shard(0))))
     assert dtensor.redistribute_cost(across, full) > 3 * dtensor.redistribute_cost(inside, full)
-    dtensor.enable_cost_model(network=(1.25, 100.0))
+    dtensor.enable_cost_model(network=[1.25, 100.0])
     try:
         # The operands differ only in their shards within a node, so one of them is redistributed within the nodes.
         moved = spec(Shard(0), Shard(1)) + spec(Shard(0), Shard(0))

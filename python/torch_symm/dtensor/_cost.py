@@ -58,7 +58,7 @@ class MeshTopoInfo:
 
     @staticmethod
     def build_from_mesh(
-        mesh: DeviceMesh, source: PriceSource = "auto", network: tuple[float, float] | None = None
+        mesh: DeviceMesh, source: PriceSource = "auto", network: Sequence[float] | None = None
     ) -> MeshTopoInfo:
         """Returns the dimensions of ``mesh`` on this hardware: NVLinks, PCIe, shared memory, and the network.
 
@@ -72,7 +72,8 @@ class MeshTopoInfo:
                 ``measured`` and there is no profile of this hardware; the file of ``SYMM_TOPOLOGY_FILE`` is faulty.
             ValueError: ``source`` is not one of the four, or ``network`` is not a valid speed.
         """
-        return _build(mesh, source, job_ranks(), network or default_network)
+        pair = default_network if network is None else (network[0], network[1])  # A list could not be a key
+        return _build(mesh, source, job_ranks(), pair)
 
     @property
     def origin(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -21,7 +21,7 @@ _torchs_cost: Callable[[DTensorSpec, DTensorSpec], float] = _collective_utils.re
 _torchs_step: Callable[[DTensorSpec, DTensorSpec], float] = _collective_utils.one_step_redistribute_cost
 
 
-def enable_cost_model(network: tuple[float, float] | None = None) -> None:
+def enable_cost_model(network: Sequence[float] | None = None) -> None:
     """From now on, DTensor chooses shardings, and the order of steps, by this package's prices.
 
     Applies only to meshes whose groups are all symm; others keep torch's prices. May be called again;
@@ -36,7 +36,7 @@ def enable_cost_model(network: tuple[float, float] | None = None) -> None:
     """
     if network is not None and not (0 < network[0] < math.inf and 0 <= network[1] < math.inf):
         raise ValueError(f"network={network!r}: GB/s must be above 0, µs at least 0")
-    _cost.default_network = network
+    _cost.default_network = None if network is None else (network[0], network[1])
     _replace({"redistribute_cost": _redistribute_cost, "one_step_redistribute_cost": _one_step_cost})
 
 
