@@ -112,7 +112,7 @@ def test_all_ranks_find_the_same_thresholds(nodes: Pool, world: int) -> None:
     results = run_nodes(nodes, tuned, world)
     assert all(found == results[0] for found in results)
     found = results[0]
-    assert (found["engine"], found["nodes"], len(found["rails"])) == ("nccl", 2, world // 2)
+    assert (found["backend"], found["nodes"], len(found["rails"])) == ("nccl", 2, world // 2)
     assert all(rails["gb_per_s"] > 0 and rails["us"] > 0 for rails in found["rails"])
-    assert found["thresholds"]["piece"] in (2 << 20, 16 << 20)
+    assert found["thresholds"]["chunk_bytes"] in (2 << 20, 16 << 20)
     assert found["gb_per_s"] == pytest.approx(found["rails"][-1]["gb_per_s"] / (world // 2), abs=1e-3)

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-from pool import WORLDS, Pool, device, init, meet, needs_gpus
+from pool import WORLDS, Pool, device, init, meet, needs_gpus, needs_unshared_gpus
 
 pytestmark = needs_gpus
 
@@ -59,6 +59,7 @@ def cycles(rank: int, world: int) -> list[int]:
 
 
 # proves P11
+@needs_unshared_gpus
 @pytest.mark.parametrize("world", WORLDS)
 def test_it_is_free_after_each_group(pool: Pool, world: int) -> None:
     for before, first, *later in pool.run(cycles, world, backend=None):
