@@ -305,6 +305,8 @@ pub struct CopySyncArgs {
     pub wait_credit: u32,
     /// Number of steps of the call in the last kernel of the call; 0 in all others.
     pub advance: u32,
+    /// Not 0 if the steps publish no data, so that they need no order.
+    pub bare: u32,
 }
 
 /// `CopySumArgs` in `copy_engine/sum.cu`.

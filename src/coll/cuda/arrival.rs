@@ -37,7 +37,7 @@ pub fn waits_first(
 pub fn kernel(context: &LaunchContext<'_>) -> Launch {
     let words = context.layout.arrivals() as u64;
     let args = CopySyncArgs { words, post_arrived: 1, wait_arrived: 1, ..Default::default() };
-    copy_engine::sync(context, CopySyncArgs { advance: 1, ..args })
+    copy_engine::sync(context, CopySyncArgs { advance: 1, bare: 1, ..args })
 }
 
 #[cfg(test)]

@@ -12,6 +12,9 @@ struct CopySyncArgs {
   u32 wait_arrived, wait_credit;
   // Number of steps of a call, at its end; otherwise 0.
   u32 advance;
+  // Not 0 if the steps publish no data: they need no order then, and the next kernel may be set up
+  // as soon as the warp has waited.
+  u32 bare;
 };
 static_assert(sizeof(CopySyncArgs) == 192, "");
 
@@ -30,7 +33,9 @@ KERNEL(copy_sync, CopySyncArgs) {
     CopyWords* const peer = (CopyWords*)(args.common.peer[r] + args.words);
     // step 1: release the stream's earlier work, and post; after a timeout post nothing, because
     // copies have run that should have waited
-    fence_system();
+    if (args.bare == 0) {
+      fence_system();
+    }
     if (args.post_arrived != 0 && !wait.over) {
       store_relaxed(&peer->arrived[RANK], base + args.post_arrived);
     }
@@ -48,7 +53,12 @@ KERNEL(copy_sync, CopySyncArgs) {
              wait.look_again(1u << r)) {
       }
     }
-    fence_system();
+    if (args.bare == 0) {
+      fence_system();
+    }
+  }
+  if (args.bare != 0) {
+    allow_successor();
   }
   // step 3: count the call's steps
   sync_block();
