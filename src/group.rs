@@ -165,11 +165,8 @@ impl Group {
         let (shown, far) = self.internode.as_ref().map_or(Ok((message.peer, None)), recorded_as)?;
         let (shown, timeout) =
             (message.with_peer(shown), message.timeout.unwrap_or_else(|| self.timeout()));
-        let number = if far.is_some() {
-            self.recorder.internode_message(send, &shown, timeout, trace::CallTarget::Cpu)
-        } else {
-            self.recorder.message(send, &shown, timeout, trace::CallTarget::Cpu)
-        };
+        let number =
+            self.recorder.message(send, &shown, timeout, trace::CallTarget::Cpu, far.is_some());
         let completion = completion.observed(
             far.unwrap_or_else(|| Arc::clone(&self.recorder) as Arc<dyn Observer>),
             number,

@@ -37,8 +37,8 @@ class Options(Backend.Options):
     later groups, ``""`` and 0 mean the choices of the default group. All ranks choose the same values.
 
     Raises:
-        ValueError: a number of seconds below 0, above a year, or not a number. Other values are checked when a group is
-            made, which raises ``ValueError`` with the valid ones.
+        ValueError: a timeout of 0 or less, or a number of seconds above a year. Other values are checked when a group
+            is made, which raises ``ValueError`` with the valid ones.
     """
 
     _timeout: timedelta

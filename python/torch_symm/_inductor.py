@@ -6,19 +6,16 @@ locality, so two ranks with tensors of different sizes could call such operators
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial, wraps
-from importlib import import_module
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import has_side_effect
 from torch.utils._pytree import tree_map
+
+from torch_symm._import_hook import ImportHook
 
 #: The operators, each with the lowering that it has in Inductor by now.
 _collectives: dict[Any, Any] = {}
@@ -34,11 +31,7 @@ def add_collectives(operators: Iterable[Any]) -> None:
         has_side_effect(packet)
         has_side_effect(packet.default)
         _collectives.setdefault(packet.default, None)
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
-    for name, prepare in _MODULES.items():
-        if name in sys.modules:
-            prepare(import_module(name))  # If another thread is importing it, this waits for that thread.
+    _hook.install()
 
 
 def _register_lowerings(lowering: Any) -> None:
@@ -93,26 +86,10 @@ def _communicates(target: Any) -> bool:
     return of_torch or target in _collectives
 
 
-#: Modules of Inductor, and the functions that prepare them once they have been imported.
-_MODULES: dict[str, Callable[[Any], None]] = {
-    "torch._inductor.lowering": _register_lowerings,
-    "torch._inductor.fx_passes.post_grad": _keep_order_in_graphs,
-}
-
-
-class _Finder(MetaPathFinder):
-    """Prepares :data:`_MODULES` when they are imported."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(fullname, path, target) if fullname in _MODULES else None
-        if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                run(module)
-                _MODULES[fullname](module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+#: Prepares modules of Inductor.
+_hook = ImportHook(
+    {
+        "torch._inductor.lowering": _register_lowerings,
+        "torch._inductor.fx_passes.post_grad": _keep_order_in_graphs,
+    }
+)

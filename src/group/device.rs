@@ -247,7 +247,7 @@ impl IntraNode for Group {
         }
         let communicator = self.connected(target.device, timeout)?;
         let note = |transfer: &DeviceMessage| {
-            self.recorder.message(transfer.send, &transfer.message, timeout, place)
+            self.recorder.message(transfer.send, &transfer.message, timeout, place, false)
         };
         let numbers: Vec<u64> = transfers.iter().map(note).collect();
         communicator.transfer(&sends, &receives, target, timeout).inspect_err(|error| {

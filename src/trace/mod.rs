@@ -323,30 +323,9 @@ impl GroupRecorder {
         self.collectives() + self.messages.load(Ordering::Relaxed)
     }
 
-    /// Records a send or receive that starts now, and returns its number.
+    /// Records a send or receive that starts now, and returns its number. `far` is true if its peer
+    /// is a rank of another node, which is then a global rank.
     pub fn message(
-        &self,
-        send: bool,
-        message: &Message,
-        timeout: Duration,
-        place: CallTarget,
-    ) -> u64 {
-        self.add_message(send, message, timeout, place, false)
-    }
-
-    /// Records a message like `message`, to or from a rank of another node; its peer is a global
-    /// rank.
-    pub fn internode_message(
-        &self,
-        send: bool,
-        message: &Message,
-        timeout: Duration,
-        place: CallTarget,
-    ) -> u64 {
-        self.add_message(send, message, timeout, place, true)
-    }
-
-    fn add_message(
         &self,
         send: bool,
         message: &Message,

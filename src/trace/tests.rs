@@ -69,7 +69,7 @@ fn a_dump_tells_each_calls_story() {
     let span = Span { addr: 0, bytes: 12 };
     let message =
         Message::of(MessageSpec { peer: None, tag: 5, dtype: DType::I32, span, timeout: None });
-    let received = recorder.message(false, &message, LIMIT, CallTarget::Cpu);
+    let received = recorder.message(false, &message, LIMIT, CallTarget::Cpu, false);
     recorder.ended(received, &Ok(()), Some(Rank(2)));
 
     let dump = rendered(journal);
@@ -163,7 +163,7 @@ fn all_calls_are_counted_by_operation_and_size() {
         span,
         timeout: None,
     });
-    recorder.ended(recorder.message(true, &message, LIMIT, CallTarget::Cpu), &Ok(()), None);
+    recorder.ended(recorder.message(true, &message, LIMIT, CallTarget::Cpu, false), &Ok(()), None);
 
     let totals = &rendered(journal)["totals"];
     assert!(totals["since_ns"].as_u64().is_some());
@@ -272,8 +272,8 @@ fn ranks_of_several_nodes_have_their_numbers_in_the_group() {
         Message::of(MessageSpec { peer, tag: 5, dtype: DType::I32, span, timeout: None })
     };
     // The peers are local rank 2 and global rank 8.
-    recorder.message(true, &message(2), LIMIT, CallTarget::Cpu);
-    recorder.internode_message(true, &message(8), LIMIT, CallTarget::Cpu);
+    recorder.message(true, &message(2), LIMIT, CallTarget::Cpu, false);
+    recorder.message(true, &message(8), LIMIT, CallTarget::Cpu, true);
     let dump = rendered(journal);
     let group = &dump["groups"][0];
     assert_eq!(

@@ -139,6 +139,11 @@ def _(stage: Stage, rank: int) -> Saw:
     return saw
 
 
+def late_warnings(stage: Stage, rank: int) -> list[str]:
+    """The lines in which a rank warned of a late one."""
+    return [line for line in stage.log(rank).splitlines() if "has waited" in line]
+
+
 @scene(
     "late three times",
     "a rank that calls after more than half the timeout, three times, SYMM_LOG=warn",
@@ -155,7 +160,7 @@ def _(stage: Stage, rank: int) -> Saw:
         if rank == 1:
             time.sleep(0.5)
         dist.all_reduce(torch.ones(10))
-    warnings = [line for line in stage.log(rank).splitlines() if "has waited" in line]
+    warnings = late_warnings(stage, rank)
     right = (len(warnings) == 1 and "rank 1: pid" in warnings[0]) if rank == 0 else not warnings
     return Saw(RIGHT, figures={"other_than_one_warning": float(not right)})
 
@@ -180,16 +185,12 @@ WARNINGS = (
 def _(stage: Stage, rank: int) -> Saw:
     stage.shorten(8)
     dist.all_reduce(torch.ones(10))
-
-    def warnings(rank: int) -> list[str]:
-        return [line for line in stage.log(rank).splitlines() if "has waited" in line]
-
     if rank == 3:
         # Calls as soon as all others have warned, long before they time out.
         until = time.monotonic() + 7
-        while not all(map(warnings, range(3))) and time.monotonic() < until:
+        while not all(late_warnings(stage, other) for other in range(3)) and time.monotonic() < until:
             time.sleep(0.01)
     dist.all_reduce(torch.ones(10))
-    logged = warnings(rank)
+    logged = late_warnings(stage, rank)
     right = len(logged) == 1 and re.search(WARNINGS[rank], logged[0]) if rank < 3 else not logged
     return Saw(RIGHT, figures={"other_than_the_warning": float(not right)})

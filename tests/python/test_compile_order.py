@@ -24,11 +24,13 @@ def summed(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return total
 
 
-def compiled(step: Callable[..., Any], *given: Any) -> Any:
-    """The results of compiled code, which other runs of the tests did not leave in a cache."""
+def check_compiled(step: Callable[..., Any], *given: torch.Tensor) -> None:
+    """Compares the results of compiled code, which no earlier run has left in a cache, with eager ones."""
     torch._dynamo.reset()
     with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
-        return torch.compile(step, dynamic=False, fullgraph=True)(*given)
+        results = torch.compile(step, dynamic=False, fullgraph=True)(*given)
+    for got, wanted in zip(results, step(*given), strict=True):
+        assert torch.equal(got, wanted)
 
 
 @needs_compiler
@@ -52,9 +54,7 @@ def test_ranks_with_tensors_of_other_sizes_keep_the_order(rank: int) -> None:
 
     rows = (512, 8192) if rank == 0 else (8192, 512)
     small, large = (torch.ones(count, 64) / 64 for count in rows)
-    given = torch.ones(4096, 64), small, large, torch.eye(64)
-    for got, wanted in zip(compiled(step, *given), step(*given), strict=True):
-        assert torch.equal(got, wanted)
+    check_compiled(step, torch.ones(4096, 64), small, large, torch.eye(64))
 
 
 @needs_compiler
@@ -68,9 +68,7 @@ def test_ranks_that_use_the_results_in_another_order_keep_the_order(rank: int) -
         one, other = summed(x, name), summed(y, name)
         return (other * 2, one * 3) if rank == 0 else (one * 3, other * 2)
 
-    given = torch.full((64,), 1.0), torch.full((64,), 10.0)
-    for got, wanted in zip(compiled(step, *given), step(*given), strict=True):
-        assert torch.equal(got, wanted)
+    check_compiled(step, torch.full((64,), 1.0), torch.full((64,), 10.0))
 
 
 def test_graphs_keep_calls_whose_results_are_not_used() -> None:

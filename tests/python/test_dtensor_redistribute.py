@@ -171,7 +171,8 @@ def changed():
     from torch.distributed.tensor import Shard
     return Shard._to_new_shard_dim.__module__ != Shard.__module__
 def watches():
-    return [finder for finder in sys.meta_path if type(finder).__module__ == "torch_symm._dtensor"]
+    from torch_symm._dtensor import _hook
+    return [finder for finder in sys.meta_path if finder is _hook]
 def counted():
     from torch.distributed.tensor.debug import _comm_mode
     return any("torch_symm" in str(operator) for operator in _comm_mode.NATIVE_TO_PY_MAPPING)

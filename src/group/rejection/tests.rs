@@ -129,7 +129,7 @@ fn peers_that_wait_in_a_barrier_for_a_refused_operator_are_told() {
 
 /// Sends a message as a group does.
 fn send(rank: &LocalRejections, message: Message) {
-    rank.recorder.message(true, &message, PATIENCE, CallTarget::Cpu);
+    rank.recorder.message(true, &message, PATIENCE, CallTarget::Cpu, false);
     rank.messages.send(message, PATIENCE, Completion::new(|_, _| {})).expect("sent");
 }
 

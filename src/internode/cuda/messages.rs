@@ -85,7 +85,7 @@ impl Internode {
         let place = CallTarget::Cuda { device, stream, background };
         let recorder = self.health.recorder();
         let note = |transfer: &DeviceMessage| {
-            recorder.internode_message(transfer.send, &transfer.message, timeout, place)
+            recorder.message(transfer.send, &transfer.message, timeout, place, true)
         };
         messages.iter().map(note).collect()
     }

@@ -249,7 +249,7 @@ impl Communicator {
         };
         let pins = offer.expected.into_iter().enumerate().filter(|&(rank, _)| unknown(rank));
         let pins = pins.filter_map(|(_, expected)| expected?.1).collect();
-        let enqueued = self.enqueue_tasks(state, call, tasks, stream, copies);
+        let enqueued = self.enqueue_tasks(state, call, tasks, [stream, copies], capture.is_some());
         if enqueued.is_err() && capture.is_none() {
             // The copies that are already enqueued run. The call's stream waits for them, so that
             // the release of the workspace, which waits for this stream, follows them.
@@ -261,19 +261,19 @@ impl Communicator {
         enqueued.and(kept)
     }
 
-    /// Enqueues `tasks` of `call` on `stream` and, for copies at its side, on `copies`.
+    /// Enqueues `tasks` of `call` on `stream` and, for copies at its side, on `copies`; `captured`
+    /// is true if a graph records them.
     fn enqueue_tasks(
         &self,
         state: &mut CommunicatorState,
         call: &CallSpec<'_>,
         tasks: Vec<Task>,
-        stream: Stream,
-        copies: Stream,
+        [stream, copies]: [Stream; 2],
+        captured: bool,
     ) -> Result<()> {
-        let captured = usize::from(stream.capture()?.is_some());
         for task in tasks {
             let on = |side: bool| if side { copies } else { stream };
-            let [forked, joined] = &state.copies.ends[captured];
+            let [forked, joined] = &state.copies.ends[usize::from(captured)];
             match task {
                 Task::Kernel { side, launch } => state.kernels.launch(
                     &self.device,

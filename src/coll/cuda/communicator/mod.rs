@@ -156,9 +156,10 @@ impl Communicator {
                         ..context
                     };
                     let arrival = waits.then(|| (arrival::kernel(&context), call.reduce_op));
-                    let sum = sum.and_then(|(sum, plan)| context.prepare(&sum, plan));
+                    let sum = sum.and_then(|(sum, plan)| {
+                        Some((context.prepare(&sum, plan)?, ReduceOp::Sum))
+                    });
                     let last = context.prepare(call, plan).map(|launch| (launch, call.reduce_op));
-                    let sum = sum.map(|launch| (launch, ReduceOp::Sum));
                     let launches = || arrival.iter().chain(&sum).chain(&last);
                     let (kernels, device) = (&mut state.kernels, &communicator.device);
                     if launches().count() > 1 {
