@@ -13,10 +13,10 @@ import torch.distributed as dist
 import torch_symm
 from cases import Case, Findings
 from collectives import COLLECTIVES
-from pool import WORLDS, Pool, device, init, needs_unshared_gpus, settle
+from pool import WORLDS, Pool, device, init, needs_gpus, settle
 from zero_copy import MB, new_pool, numbers, same_bytes, warm
 
-pytestmark = needs_unshared_gpus
+pytestmark = needs_gpus
 
 #: Collectives that copy engines serve in every group; with two ranks also broadcasts and all-to-alls.
 SERVED = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
@@ -122,6 +122,55 @@ def test_same_bits_as_kernels(pool: Pool, world: int, symmetric: bool, apart: bo
             assert used["staged"] + used["direct"] == 4, used
             assert bool(used["direct"]) == symmetric, used
         assert not apart or any(used["repaired"] for (used,) in found), found
+
+
+def overlapping(rank: int, world: int, symmetric: tuple[bool, ...]) -> list[int]:
+    """Gathers and reduces in several ways, with the default CTA policy; returns how many calls of each are direct.
+
+    ``symmetric``: which ranks take their tensors from symmetric memory.
+    """
+    size = 20 * MB // 4
+    with torch.cuda.use_mem_pool(new_pool()) if symmetric[rank] else nullcontext():
+        whole, gathered = torch.zeros(world * size, device=device()), torch.zeros(world * size, device=device())
+        scattered = torch.zeros(size, device=device())
+    if any(symmetric):
+        warm(dist.all_reduce, whole)
+    inputs = [torch.randn(world, size, generator=torch.Generator().manual_seed(each)) for each in range(world)]
+    mine, own = inputs[rank].flatten().to(device()), gathered.chunk(world)[rank]
+    summed = (inputs[0] + inputs[1])[rank].to(device())
+    parts = torch.cat([each[0] for each in inputs]).to(device())
+
+    def direct_calls(async_op: bool, in_place: bool = True) -> int:
+        before = engines()
+        for _ in range(3):
+            whole.copy_(mine)
+            gathered.zero_()
+            own.copy_(mine[:size])
+            works = [
+                dist.reduce_scatter_tensor(scattered, whole, async_op=async_op),
+                dist.all_gather_into_tensor(gathered, own if in_place else own.clone(), async_op=async_op),
+            ]
+            for work in works:
+                if work is not None:
+                    work.wait()
+            settle()
+            assert same_bytes(scattered, summed) and same_bytes(gathered, parts)
+        assert engines()["staged"] == before["staged"]
+        return engines()["direct"] - before["direct"]
+
+    found = [direct_calls(True), direct_calls(False), direct_calls(True, in_place=False), direct_calls(rank == 0)]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        return [*found, direct_calls(False)]
+
+
+@pytest.mark.parametrize("symmetric", [(True, True), (True, False), (False, True), (False, False)])
+def test_calls_that_overlap_with_computation(pool: Pool, symmetric: tuple[bool, ...]) -> None:
+    one, other = pool.run(overlapping, 2, symmetric)
+    assert one == other
+    if all(symmetric):  # synchronous calls are made by kernels, and so are gathers that also copy the own message
+        assert [*one[:3], one[4]] == [6, 0, 3, 6]
+    elif not any(symmetric):
+        assert not any(one)
 
 
 def captured(rank: int, world: int, symmetric: bool) -> None:

@@ -236,6 +236,69 @@ fn direct_calls() {
     }
 }
 
+/// Reduce-scatters of two ranks from tensor to tensor. The rank that launches first has a right,
+/// a wrong or no expectation. The output of the rank that launches last may be its part of the
+/// input.
+#[test]
+fn direct_reduce_scatters() {
+    let host = host(2);
+    let mut random = Random(5);
+    for number in 1..=60u64 {
+        let (first, part) = (random.below(2), random.of(&[1, 40, 3000, 20_001]));
+        let (in_place, shift) = (random.below(2) == 0, random.below(3));
+        let expects = random.of(&[Expects::Nothing, Expects::Right, Expects::Wrong]);
+        let mut input =
+            |_| -> Vec<u8> { (0..shift + 2 * part).map(|_| random.below(100) as u8).collect() };
+        let mut inputs: Vec<Vec<u8>> = (0..2).map(&mut input).collect();
+        let sum: Vec<u8> =
+            (shift..shift + 2 * part).map(|at| inputs[0][at] + inputs[1][at]).collect();
+        let mut outputs = vec![vec![0xEE; part]; 2];
+        let of = |me: usize, input: &mut [u8], output: &mut [u8]| {
+            let start = input.as_mut_ptr() as usize + shift;
+            let span = |rank: usize| Span { addr: start + rank * part, bytes: part };
+            let place = Span { addr: output.as_mut_ptr() as usize, bytes: part };
+            let place = if in_place && me != first { span(me) } else { place };
+            CallSpec {
+                op: Collective::ReduceScatter,
+                dtype: DType::U8,
+                inputs: vec![span(0), span(1)].into(),
+                outputs: vec![place].into(),
+                ..CallSpec::barrier(None)
+            }
+        };
+        let both = inputs.iter_mut().zip(&mut outputs).enumerate();
+        let calls: Vec<CallSpec<'static>> =
+            both.map(|(me, (input, output))| of(me, input, output)).collect();
+        let message = |from: usize| calls[from].inputs[1 - from].addr as u64;
+        let garbage = vec![0xAAu8; part];
+        at_once(0..2, |me| {
+            let (rank, later) = (1 - me, me != first);
+            let pull = match expects {
+                Expects::Nothing if !later => None,
+                Expects::Wrong if !later => Some(garbage.as_ptr() as u64),
+                _ => Some(message(rank)),
+            };
+            let output = calls[rank].outputs[0].addr as u64;
+            let push = (later && expects != Expects::Right).then_some(output);
+            let repairs = later && expects == Expects::Wrong;
+            let peer = DirectPeer { rank, pull, push, repairs };
+            run(&host, me, number, &calls[me], Some(&[peer]));
+        });
+        for (me, output) in outputs.iter().enumerate() {
+            let found = if in_place && me != first {
+                &inputs[me][shift + me * part..][..part]
+            } else {
+                &output[..]
+            };
+            assert!(
+                *found == sum[me * part..][..part],
+                "launch {number}, rank {me}, {part} bytes, in place {in_place}, first {first}"
+            );
+        }
+    }
+    host.assert_well();
+}
+
 #[test]
 fn p1_a_rank_that_never_comes_is_named_and_nothing_is_summed() {
     let mut host = host(3);
@@ -266,6 +329,26 @@ fn a_rank_that_times_out_writes_to_no_peer() {
             assert!(tensors[0].output(i).iter().all(|&byte| byte == 0xEE), "rank 0's output {i}");
         }
     }
+}
+
+/// Rank 1 would add rank 0's message to its own part of the input, once rank 0 has arrived.
+#[test]
+fn a_direct_sum_that_times_out_stores_nothing() {
+    let mut host = host(2);
+    host.timeout = Duration::from_millis(300);
+    let case = case(Collective::ReduceScatter, DType::U8, 3000);
+    let tensors = [0, 1].map(|me| case.tensors(me, 2, 1));
+    let [theirs, mut call] = [0, 1].map(|me| case.call(&tensors[me]));
+    call.outputs = vec![call.inputs[1]].into();
+    // SAFETY: the tensor outlives the call.
+    let own = || unsafe {
+        std::slice::from_raw_parts(call.inputs[1].addr as *const u8, call.inputs[1].bytes).to_vec()
+    };
+    let before = own();
+    let pull = Some(theirs.inputs[1].addr as u64);
+    run(&host, 1, 5, &call, Some(&[DirectPeer { rank: 0, pull, push: None, repairs: false }]));
+    host.assert_names(1, 5, 0);
+    assert!(own() == before, "a sum without rank 0");
 }
 
 /// Counts that are about to wrap, as after about four billion steps.

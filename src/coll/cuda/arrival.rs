@@ -17,20 +17,22 @@ use crate::kernels::cuda::driver::Stream;
 /// the default stream of a thread has 2.
 const DEFAULT_STREAMS: usize = 2;
 
-/// Returns true if this rank waits for the other ranks before it starts a kernel with lanes for
-/// `call`. With the default policy, it does so in calls that are meant to overlap with computation:
-/// ones in the `background`, and ones on a stream that is not a default stream. In a capture all
-/// streams are such streams, so `recorded` calls wait only if they are in the background.
-pub fn waits_first(
-    call: &CallSpec<'_>,
+/// Returns true if a call is meant to overlap with computation. With the default policy, these are
+/// calls in the `background`, and calls on a stream that is not a default stream. In a capture all
+/// streams are such streams, so `recorded` calls overlap only if they are in the background.
+pub fn overlaps(
     (stream, background): (Stream, bool),
     recorded: bool,
     tuning: &CudaThresholds,
 ) -> bool {
+    tuning.policy != CtaPolicy::Default || background || (!recorded && stream.0 > DEFAULT_STREAMS)
+}
+
+/// Returns true if this rank waits for the other ranks before it starts a kernel with lanes for
+/// `call`, provided that `call` overlaps with computation.
+pub fn is_long(call: &CallSpec<'_>, tuning: &CudaThresholds) -> bool {
     let total = |spans: &[Span]| spans.iter().map(|span| span.bytes).sum::<usize>();
-    let overlaps = || background || (!recorded && stream.0 > DEFAULT_STREAMS);
     total(&call.inputs).max(total(&call.outputs)) >= tuning.arrival_bytes
-        && (tuning.policy != CtaPolicy::Default || overlaps())
 }
 
 /// Returns the kernel that announces this rank and waits for all others.
@@ -68,7 +70,7 @@ mod tests {
             (100, on(0, false), true, &few, true),
             (98, on(0, false), true, &few, false),
         ] {
-            let waits = waits_first(&call(bytes), target, recorded, tuning);
+            let waits = overlaps(target, recorded, tuning) && is_long(&call(bytes), tuning);
             assert_eq!(waits, expected, "{bytes} bytes on {target:?}, recorded {recorded}");
         }
     }

@@ -6,7 +6,7 @@
 //! - staged: each rank's copy engine pushes chunks to slots in the peers' workspaces, where a
 //!   kernel adds them, or a copy takes them to the output. Tensors may be in any memory.
 //! - direct: each rank pulls the messages of the others from their tensors. A rank that launches a
-//!   gather earlier than another does not know the other rank's tensors: it pulls from where it
+//!   call earlier than another does not know the other rank's tensors: it pulls from where it
 //!   expects them. If they are elsewhere, the later rank, which knows both, pushes its message.
 
 use super::arguments::{ArgBytes, CopyPushArgs, CopySumArgs, CopySyncArgs, PerRank};
@@ -53,7 +53,7 @@ pub enum Task {
     Join,
 }
 
-/// The messages that this rank moves between itself and another rank in a direct gather.
+/// The messages that this rank moves between itself and another rank in a direct call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DirectPeer {
     /// The other rank.
@@ -102,9 +102,14 @@ pub fn serves(call: &CallSpec, n: usize) -> bool {
         }
 }
 
-/// Returns true if a call of `op` gathers, so that its bytes may go from tensor to tensor.
-pub fn gathers(op: Collective) -> bool {
-    matches!(op, Collective::AllGather | Collective::AllReduce)
+/// Returns true if the bytes of a call of `op` among `n` ranks may go from tensor to tensor.
+pub fn may_be_direct(op: Collective, n: usize) -> bool {
+    match op {
+        Collective::AllGather | Collective::AllReduce => true,
+        // The output has room for one message.
+        Collective::ReduceScatter => n == 2,
+        _ => false,
+    }
 }
 
 /// Returns the number of bytes that decides whether `call` of rank `me` of `n` is long; the same on
@@ -116,22 +121,34 @@ pub fn volume(call: &CallSpec, me: usize, n: usize) -> usize {
     pair.unwrap_or(call.agreed_bytes() as usize)
 }
 
-/// Returns the output of a gather as one span, if all messages have one length and are consecutive.
-/// The second pass of an all-reduce is such a gather.
+/// Returns the messages of a direct call as one span, if all have one length and are consecutive:
+/// the output of a gather or the input of a reduce-scatter. The second pass of an all-reduce is
+/// such a gather.
 pub fn consecutive(call: &CallSpec) -> Option<Span> {
-    if call.op == Collective::AllReduce {
-        return call.outputs.first().copied();
-    }
-    let outputs = if call.op == Collective::AllGather { &call.outputs } else { return None };
-    let first = outputs.first()?;
+    let messages = match call.op {
+        Collective::AllReduce => return call.outputs.first().copied(),
+        Collective::AllGather => &call.outputs,
+        Collective::ReduceScatter => &call.inputs,
+        _ => return None,
+    };
+    let first = messages.first()?;
     let follows = |(rank, span): (usize, &Span)| {
         span.bytes == first.bytes && span.addr == first.addr + rank * first.bytes
     };
-    outputs
+    messages
         .iter()
         .enumerate()
         .all(follows)
-        .then_some(Span { addr: first.addr, bytes: outputs.len() * first.bytes })
+        .then_some(Span { addr: first.addr, bytes: messages.len() * first.bytes })
+}
+
+/// Returns true if the output of a reduce-scatter has room for the message of the other rank,
+/// because it shares no byte with an input.
+pub fn has_room(call: &CallSpec) -> bool {
+    let apart = |input: &Span, output: &Span| {
+        input.addr + input.bytes <= output.addr || output.addr + output.bytes <= input.addr
+    };
+    call.inputs.iter().all(|input| apart(input, &call.outputs[0]))
 }
 
 /// Returns the part of `whole` that `rank` of `n` adds in an all-reduce.
@@ -155,17 +172,20 @@ impl<'a> CopyTasks<'a> {
         Self { context, tuning, tasks: Vec::new() }
     }
 
-    /// Returns the tasks of `call`. A gather is direct if `direct` lists its peers, and staged if
-    /// `direct` is `None`.
+    /// Returns the tasks of `call`. It is direct if `direct` lists its peers, and staged if `direct`
+    /// is `None`.
     pub fn of(mut self, call: &CallSpec, direct: Option<&[DirectPeer]>) -> Vec<Task> {
         let (me, n) = (self.context.me, self.context.n);
         match call.op {
             Collective::AllGather => self.gather(call.inputs[0], &call.outputs, direct),
-            Collective::ReduceScatter => {
-                let longest = call.inputs.iter().map(|input| input.bytes).max().unwrap_or(0);
-                let receive = Receive::Sum { own: call.inputs[me], to: call.outputs[0] };
-                self.exchange(&Exchange { send: per_rank(&call.inputs), receive, longest });
-            }
+            Collective::ReduceScatter => match direct {
+                Some(peers) => self.direct_sum(call, peers),
+                None => {
+                    let longest = call.inputs.iter().map(|input| input.bytes).max().unwrap_or(0);
+                    let receive = Receive::Sum { own: call.inputs[me], to: call.outputs[0] };
+                    self.exchange(&Exchange { send: per_rank(&call.inputs), receive, longest });
+                }
+            },
             Collective::AllReduce => {
                 let (input, output) = (call.inputs[0], call.outputs[0]);
                 let send: Vec<Span> = (0..n).map(|rank| piece(input, rank, n)).collect();
@@ -205,7 +225,18 @@ impl<'a> CopyTasks<'a> {
         let me = self.context.me;
         self.keep(own, outputs[me]);
         if let Some(peers) = direct {
-            return self.direct(own, outputs, peers);
+            // The outputs of each other rank are consecutive; the outputs of this rank need not be.
+            let offset = outputs[..me].iter().map(|output| output.bytes as u64).sum();
+            let own = Span { bytes: outputs[me].bytes, ..own };
+            return self.direct(
+                |_| own,
+                offset,
+                peers,
+                |tasks, rank, from| {
+                    let to = outputs[rank];
+                    tasks.copy(false, to.addr as u64, from, to.bytes);
+                },
+            );
         }
         let mut send = [own; MAX_RANKS];
         send[me].bytes = 0;
@@ -220,26 +251,60 @@ impl<'a> CopyTasks<'a> {
         }
     }
 
-    /// Adds the tasks of a gather from tensor to tensor. All copies are on the call's stream, since
-    /// a second stream gains nothing: a GPU makes all its copies from and to a peer with one engine
-    /// if the peer's memory is mapped as symmetric memory is (`cuMemMap`).
-    fn direct(&mut self, own: Span, outputs: &[Span], peers: &[DirectPeer]) {
+    /// Adds the tasks of a reduce-scatter of two ranks from tensor to tensor. The output takes the
+    /// other rank's message, to which this rank then adds its own. An output without room for it
+    /// gets the sum at once, by a kernel that reads the other rank's tensor; only a rank that
+    /// launches after the other one has such an output.
+    fn direct_sum(&mut self, call: &CallSpec, peers: &[DirectPeer]) {
         let me = self.context.me;
-        // The outputs of each other rank are consecutive; the outputs of this rank need not be.
-        let offset = outputs[..me].iter().map(|output| output.bytes as u64).sum::<u64>();
+        let (own, to, room) = (call.inputs[me], call.outputs[0], has_room(call));
+        let sum = |tasks: &mut Self, theirs: u64| {
+            let mut from = [0; MAX_RANKS];
+            (from[me], from[1 - me]) = (own.addr as u64, theirs);
+            tasks.sum(from, to);
+        };
+        self.direct(
+            |rank| call.inputs[rank],
+            0,
+            peers,
+            |tasks, _, from| {
+                if room {
+                    tasks.copy(false, to.addr as u64, from, to.bytes)
+                } else {
+                    sum(tasks, from)
+                }
+            },
+        );
+        if room {
+            sum(self, to.addr as u64);
+        }
+    }
+
+    /// Adds the tasks of a call from tensor to tensor. `send` is the message for a rank; it starts
+    /// at `offset` in that rank's output. `pull` adds the task that takes the message of a rank from
+    /// an address. All copies are on the call's stream, since a second stream gains nothing: a GPU
+    /// makes all its copies from and to a peer with one engine if the peer's memory is mapped as
+    /// symmetric memory is (`cuMemMap`).
+    fn direct(
+        &mut self,
+        send: impl Fn(usize) -> Span,
+        offset: u64,
+        peers: &[DirectPeer],
+        pull: impl Fn(&mut Self, usize, u64),
+    ) {
         let push = |tasks: &mut Self, repairs: bool| {
             for peer in peers.iter().filter(|peer| peer.repairs == repairs) {
                 if let Some(output) = peer.push {
-                    tasks.push(output + offset, own.addr as u64, outputs[me].bytes);
+                    let message = send(peer.rank);
+                    tasks.push(output + offset, message.addr as u64, message.bytes);
                 }
             }
         };
         // All inputs are ready and all outputs may be written once every rank has arrived.
         self.sync(false, CopySyncArgs { post_arrived: 1, wait_arrived: 1, ..Default::default() });
         for peer in peers {
-            let message = outputs[peer.rank];
             if let Some(from) = peer.pull {
-                self.copy(false, message.addr as u64, from, message.bytes);
+                pull(self, peer.rank, from);
             }
         }
         push(self, false);

@@ -82,7 +82,10 @@ pub struct CudaThresholds {
     /// Minimum size of a call that waits for all ranks before its kernel starts, if it is meant to
     /// overlap with computation.
     pub arrival_bytes: usize,
-    /// The group's policy, which decides whether copy engines move long calls.
+    /// Minimum size of a direct call of two ranks that copy engines move, whatever the policy, if
+    /// it is meant to overlap with computation.
+    pub direct_bytes: usize,
+    /// The group's policy, which decides whether copy engines move all long calls.
     pub policy: CtaPolicy,
     /// Maximum number of blocks of a kernel.
     pub ctas: usize,
@@ -115,6 +118,7 @@ impl CudaThresholds {
             copy_engine_bytes: 4 << 20,
             copy_chunk_bytes: 8 << 20,
             arrival_bytes: 4 << 20,
+            direct_bytes: 16 << 20,
             policy: CtaPolicy::Default,
             ctas: MAX_CTAS,
         }
@@ -141,11 +145,11 @@ impl CudaThresholds {
     }
 
     /// Length of the encoded thresholds.
-    pub const BYTES: usize = 16 * 8;
+    pub const BYTES: usize = 17 * 8;
 
     /// Returns the thresholds that [`Self::overlaid`] can set, by name, in the order in which they
     /// are encoded.
-    fn named(&mut self) -> [(&'static str, &mut usize); 14] {
+    fn named(&mut self) -> [(&'static str, &mut usize); 15] {
         [
             ("one_shot_bytes", &mut self.one_shot_bytes),
             ("two_shot_bytes", &mut self.two_shot_bytes),
@@ -161,6 +165,7 @@ impl CudaThresholds {
             ("copy_engine_bytes", &mut self.copy_engine_bytes),
             ("copy_chunk_bytes", &mut self.copy_chunk_bytes),
             ("arrival_bytes", &mut self.arrival_bytes),
+            ("direct_bytes", &mut self.direct_bytes),
         ]
     }
 

@@ -17,10 +17,12 @@ pub enum CopyMode {
     Staged,
     /// From tensor to tensor.
     Direct,
+    /// Not at all: kernels move them.
+    Kernels,
 }
 
 impl CopyMode {
-    const ALL: [CopyMode; 2] = [CopyMode::Staged, CopyMode::Direct];
+    const ALL: [CopyMode; 3] = [CopyMode::Staged, CopyMode::Direct, CopyMode::Kernels];
 }
 
 /// Number of times that a rank polls for the decision of a rank that launches the call at the same
@@ -30,9 +32,9 @@ const LOOKS: usize = 200;
 /// Offsets of a rank's tensors in its symmetric memory, or [`TensorOffsets::ELSEWHERE`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TensorOffsets {
-    /// Offset of the rank's message.
+    /// Offset of the rank's input.
     pub input: u64,
-    /// Offset of the start of the rank's output.
+    /// Offset of the rank's output.
     pub output: u64,
     /// A bit for each other rank whose message the rank pulls from the expected offset
     /// ([`Self::expected`]) if that other rank launches the call later.
@@ -43,9 +45,9 @@ impl TensorOffsets {
     /// The value if not all tensors of the rank are in symmetric memory.
     pub const ELSEWHERE: Self = Self { input: u64::MAX, output: u64::MAX, pulls: 0 };
 
-    /// Returns the offset at which a rank with these tensors expects the message of another rank:
-    /// the offset of that message if the other rank's tensors had the same offsets. In a gathered
-    /// output the rank's own message starts at `mine`, and the other rank's message at `theirs`.
+    /// Returns the offset at which a rank with these tensors expects the input of another rank: the
+    /// offset of that input if the other rank's tensors had the same offsets. In the output the
+    /// rank's own message starts at `mine`, and the other rank's message at `theirs`.
     pub fn expected(self, mine: u64, theirs: u64) -> u64 {
         let in_place = self.input == self.output.wrapping_add(mine);
         if in_place { self.output.wrapping_add(theirs) } else { self.input }
@@ -106,15 +108,15 @@ pub struct CopyDecision {
 }
 
 /// Decides launch `number`, which this rank has published. The first rank that launches the call
-/// chooses the mode that it `wanted`. If a rank may have staged this launch because another rank
-/// was far behind, all ranks stage it.
+/// chooses the mode that it `wanted`. If a rank may have made this launch in the mode `usual`
+/// because another rank was far behind, all ranks do so; `usual` is the same on all ranks.
 pub fn decide(
     control: &ControlBlock,
     number: u64,
-    wanted: CopyMode,
+    (wanted, usual): (CopyMode, CopyMode),
     own: TensorOffsets,
 ) -> CopyDecision {
-    let alone = CopyDecision { mode: CopyMode::Staged, earlier: Vec::new() };
+    let alone = CopyDecision { mode: usual, earlier: Vec::new() };
     // Pairs with the fences of the other ranks: of two ranks that publish the same number at the
     // same time, at least one sees the other's number.
     fence(Ordering::SeqCst);
@@ -127,14 +129,10 @@ pub fn decide(
     slot.input[me].store(input, Ordering::Relaxed);
     slot.output[me].store(output, Ordering::Relaxed);
     // The counts are read again after the check above, so that this rank sees any rank that has
-    // staged this launch without the slot because some rank was far behind.
+    // made this launch without the slot because some rank was far behind.
     fence(Ordering::SeqCst);
     let passed = launched().any(|count| count >= number);
-    let first = SlotWord {
-        number,
-        mode: if passed { CopyMode::Staged } else { wanted },
-        launched: 1 << me,
-    };
+    let first = SlotWord { number, mode: if passed { usual } else { wanted }, launched: 1 << me };
     let decided = || SlotWord::of(slot.word.load(Ordering::Acquire)).number == number;
     if passed {
         // A rank that has already published this launch is usually about to write the slot.
@@ -174,9 +172,13 @@ mod tests {
 
     /// Launches call `number` on the rank of `control`.
     fn launch(control: &ControlBlock, number: u64, wanted: CopyMode) -> CopyDecision {
+        launch_or(control, number, (wanted, CopyMode::Staged))
+    }
+
+    fn launch_or(control: &ControlBlock, number: u64, modes: (CopyMode, CopyMode)) -> CopyDecision {
         launch_log::compare(control, number, &launch_log::tests::sum(4), Channel::Collectives)
             .expect("all ranks launch the same");
-        decide(control, number, wanted, offsets(control.rank(), number))
+        decide(control, number, modes, offsets(control.rank(), number))
     }
 
     /// The tensors of `rank` in call `number`.
@@ -214,18 +216,17 @@ mod tests {
     }
 
     #[test]
-    fn ranks_far_apart_stage() {
-        let controls = controls(2);
-        let modes: Vec<_> =
-            (1..=300).map(|number| launch(&controls[0], number, CopyMode::Direct).mode).collect();
-        assert!(modes[..NEAR as usize].iter().all(|&mode| mode == CopyMode::Direct));
-        assert!(modes[NEAR as usize..].iter().all(|&mode| mode == CopyMode::Staged));
-        for (number, mode) in (1..=300).zip(&modes) {
-            assert_eq!(
-                launch(&controls[1], number, CopyMode::Direct).mode,
-                *mode,
-                "launch {number}"
-            );
+    fn ranks_far_apart_take_the_usual_mode() {
+        for usual in [CopyMode::Staged, CopyMode::Kernels] {
+            let controls = controls(2);
+            let run = |control: &ControlBlock| -> Vec<CopyMode> {
+                let one = |number| launch_or(control, number, (CopyMode::Direct, usual)).mode;
+                (1..=300).map(one).collect()
+            };
+            let modes = run(&controls[0]);
+            assert!(modes[..NEAR as usize].iter().all(|&mode| mode == CopyMode::Direct));
+            assert!(modes[NEAR as usize..].iter().all(|&mode| mode == usual));
+            assert_eq!(run(&controls[1]), modes);
         }
     }
 

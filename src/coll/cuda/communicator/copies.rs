@@ -30,11 +30,15 @@ pub(super) struct CopyStreams {
     captured: Vec<SegmentPin>,
 }
 
-/// A call that copy engines move, before the ranks have decided how.
+/// A call that copy engines may move, before the ranks have decided how.
 pub(super) struct CopyOffer {
     own: TensorOffsets,
     /// For each rank the address at which this rank expects that rank's message, if mapped here.
     expected: Vec<Option<(u64, Option<SegmentPin>)>>,
+    /// The mode that this rank wants.
+    wanted: CopyMode,
+    /// The mode if the ranks cannot decide; the same on all ranks.
+    usual: CopyMode,
 }
 
 impl CopyStreams {
@@ -100,49 +104,65 @@ impl CopyStreams {
 
 impl Communicator {
     /// Returns where the tensors of `call` are, and where the peers' tensors are expected, if
-    /// copy engines move the call. All ranks get `None`, or no rank does.
-    pub(super) fn copy_offer(&self, call: &CallSpec<'_>) -> Option<CopyOffer> {
+    /// copy engines may move the call. All ranks get `None`, or no rank does. `overlaps` is true if
+    /// the call is meant to overlap with computation on this rank.
+    pub(super) fn copy_offer(&self, call: &CallSpec<'_>, overlaps: bool) -> Option<CopyOffer> {
         let (me, n) = (self.control.rank().index(), self.control.size());
-        let long = || copy_engine::volume(call, me, n) >= self.tuning.copy_engine_bytes;
-        let moved = self.tuning.policy == CtaPolicy::Zero
-            && self.memory.is_direct()
+        let zero = self.tuning.policy == CtaPolicy::Zero;
+        // Other policies take copy engines for direct calls of two ranks only: a rank whose tensors
+        // are in other memory than those of the first rank can then make the call, too.
+        let least = if zero { self.tuning.copy_engine_bytes } else { self.tuning.direct_bytes };
+        let moved = self.memory.is_direct()
             && copy_engine::serves(call, n)
-            && long();
-        moved.then(|| {
-            let offer = self.symmetric.as_ref().and_then(|heaps| self.offer(call, heaps));
-            offer.unwrap_or(CopyOffer { own: TensorOffsets::ELSEWHERE, expected: Vec::new() })
-        })
+            && (zero || n == 2 && call.op != Collective::AllReduce)
+            && (zero || copy_engine::may_be_direct(call.op, n))
+            && copy_engine::volume(call, me, n) >= least;
+        if !moved {
+            return None;
+        }
+        let usual = if zero { CopyMode::Staged } else { CopyMode::Kernels };
+        let symmetric = self.symmetric.as_ref().filter(|_| copy_engine::may_be_direct(call.op, n));
+        let found = symmetric.and_then(|heaps| self.tensors(call, heaps));
+        let direct = found.is_some() && (zero || overlaps && in_place(call, me));
+        let (own, expected) = found.unwrap_or((TensorOffsets::ELSEWHERE, Vec::new()));
+        let wanted = if direct { CopyMode::Direct } else { usual };
+        Some(CopyOffer { own, expected, wanted, usual })
     }
 
-    /// Returns the offer of this rank if all of its tensors are in symmetric memory.
-    fn offer(&self, call: &CallSpec<'_>, heaps: &PeerHeaps) -> Option<CopyOffer> {
+    /// Returns the tensors of this rank if all of them are in symmetric memory, and the addresses
+    /// at which it expects the messages of the other ranks.
+    #[expect(clippy::type_complexity, reason = "the two fields of an offer")]
+    fn tensors(
+        &self,
+        call: &CallSpec<'_>,
+        heaps: &PeerHeaps,
+    ) -> Option<(TensorOffsets, Vec<Option<(u64, Option<SegmentPin>)>>)> {
         let mut own = self.tensor_offsets(call, heaps)?;
         let (me, n) = (self.control.rank().index(), self.control.size());
         let mine = message(call, me, n).0;
         let mut expected: Vec<_> = (0..n).map(|_| None).collect();
         for peer in self.control.peers() {
             let (theirs, bytes) = message(call, peer.index(), n);
-            expected[peer.index()] = heaps.reach(peer, own.expected(mine, theirs), bytes);
+            let from = own.expected(mine, theirs) + skipped(call, me);
+            expected[peer.index()] = heaps.reach(peer, from, bytes);
             own.pulls |= u16::from(expected[peer.index()].is_some()) << peer.index();
         }
-        Some(CopyOffer { own, expected })
+        Some((own, expected))
     }
 
-    /// Returns the decision about this rank's launch `number`, which is `call`; copy engines move
-    /// it.
+    /// Returns the decision about this rank's launch `number`, which is `call`.
     pub(super) fn copy_decision(
         &self,
         call: &CallSpec<'_>,
         number: u64,
         offer: &CopyOffer,
     ) -> Result<CopyDecision> {
-        if !copy_engine::gathers(call.op) {
-            return Ok(CopyDecision { mode: CopyMode::Staged, earlier: Vec::new() });
+        if !copy_engine::may_be_direct(call.op, self.control.size()) {
+            return Ok(CopyDecision { mode: offer.usual, earlier: Vec::new() });
         }
-        let own = offer.own;
-        let symmetric = own != TensorOffsets::ELSEWHERE;
-        let wanted = if symmetric { CopyMode::Direct } else { CopyMode::Staged };
-        let decision = copy_mode::decide(&self.control, number, wanted, own);
+        let symmetric = offer.own != TensorOffsets::ELSEWHERE;
+        let modes = (offer.wanted, offer.usual);
+        let decision = copy_mode::decide(&self.control, number, modes, offer.own);
         // Unless this rank is the last to launch the call, later ranks must be able to find its
         // tensors.
         let last = decision.earlier.len() + 1 == self.control.size();
@@ -159,20 +179,22 @@ impl Communicator {
         Ok(decision)
     }
 
-    /// Returns where the tensors of a gather are in symmetric memory, if all of them are.
+    /// Returns where the tensors of a direct call are in symmetric memory, if all of them are.
     fn tensor_offsets(&self, call: &CallSpec<'_>, heaps: &PeerHeaps) -> Option<TensorOffsets> {
-        let whole = copy_engine::consecutive(call)?;
-        let output = heaps.offset(whole)?;
-        let input = if call.op == Collective::AllReduce {
+        let whole = heaps.offset(copy_engine::consecutive(call)?)?;
+        let (input, output) = match call.op {
             // The second pass gathers pieces of the outputs.
-            output + message(call, self.control.rank().index(), self.control.size()).0
-        } else {
-            heaps.offset(call.inputs[0])?
+            Collective::AllReduce => {
+                (whole + message(call, self.control.rank().index(), self.control.size()).0, whole)
+            }
+            Collective::ReduceScatter if !copy_engine::has_room(call) => return None,
+            Collective::ReduceScatter => (whole, heaps.offset(call.outputs[0])?),
+            _ => (heaps.offset(call.inputs[0])?, whole),
         };
         Some(TensorOffsets { input, output, pulls: 0 })
     }
 
-    /// Returns the messages that this rank moves in a direct gather, one entry for each peer.
+    /// Returns the messages that this rank moves in a direct call, one entry for each peer.
     fn direct_peers(
         &self,
         call: &CallSpec<'_>,
@@ -192,7 +214,7 @@ impl Communicator {
             let output = reach(heaps, rank, theirs.output, total)?;
             Some(DirectPeer {
                 rank: rank.index(),
-                pull: Some(reach(heaps, rank, theirs.input, bytes)?),
+                pull: Some(reach(heaps, rank, theirs.input + skipped(call, me), bytes)?),
                 push: (!right).then_some(output),
                 repairs: pulls && !right,
             })
@@ -297,15 +319,33 @@ impl Communicator {
     }
 }
 
-/// Returns where the message of `rank` of `n` starts in a gathered output, and its length.
+/// Returns where the message of `rank` of `n` starts in an output, and its length.
 fn message(call: &CallSpec<'_>, rank: usize, n: usize) -> (u64, usize) {
-    if call.op == Collective::AllReduce {
-        let whole = Span { addr: 0, ..call.outputs[0] };
-        let piece = copy_engine::piece(whole, rank, n);
-        return (piece.addr as u64, piece.bytes);
+    match call.op {
+        Collective::AllReduce => {
+            let whole = Span { addr: 0, ..call.outputs[0] };
+            let piece = copy_engine::piece(whole, rank, n);
+            (piece.addr as u64, piece.bytes)
+        }
+        Collective::ReduceScatter => (0, call.outputs[0].bytes),
+        _ => {
+            let start: usize = call.outputs[..rank].iter().map(|output| output.bytes).sum();
+            (start as u64, call.outputs[rank].bytes)
+        }
     }
-    let start: usize = call.outputs[..rank].iter().map(|output| output.bytes).sum();
-    (start as u64, call.outputs[rank].bytes)
+}
+
+/// Returns where the message for rank `me` starts in the input of another rank.
+fn skipped(call: &CallSpec<'_>, me: usize) -> u64 {
+    match call.op {
+        Collective::ReduceScatter => (me * call.outputs[0].bytes) as u64,
+        _ => 0,
+    }
+}
+
+/// Returns true if rank `me` need not copy its own message within its memory.
+fn in_place(call: &CallSpec<'_>, me: usize) -> bool {
+    call.op != Collective::AllGather || call.inputs[0].addr == call.outputs[me].addr
 }
 
 /// Returns the name of a mode in `torch_symm.stats()`.
@@ -313,5 +353,6 @@ pub(super) fn served_as(mode: CopyMode) -> &'static str {
     match mode {
         CopyMode::Staged => "copy_engine_staged",
         CopyMode::Direct => "copy_engine_direct",
+        CopyMode::Kernels => unreachable!("the plan names the kernels"),
     }
 }

@@ -7,6 +7,7 @@ mod stream_order;
 
 pub(in crate::coll::cuda) use super::failure::report::KernelReport;
 
+use super::agreement::copy_mode::CopyMode;
 use super::agreement::launch_log::MessageLaunch;
 use super::agreement::{launch_log, zero_copy};
 use super::arguments::{COUNTS, CommonArgs, PerRank};
@@ -118,11 +119,19 @@ impl Communicator {
                     noted(CallStage::Begins(state.launched));
                     // Made before the call is published, because from then on the other ranks may
                     // decide.
-                    let moved = communicator.copy_offer(call);
+                    let overlaps = arrival::overlaps(on, recorded, &communicator.tuning);
+                    let offer = communicator.copy_offer(call, overlaps);
                     launch_log::compare(&communicator.control, state.launched, call, channel)?;
                     communicator.report.remember(state.launched, Description::of(call));
-                    if let Some(offer) = moved {
-                        let decision = communicator.copy_decision(call, state.launched, &offer)?;
+                    let decided = match offer {
+                        Some(offer) => {
+                            Some((communicator.copy_decision(call, state.launched, &offer)?, offer))
+                        }
+                        None => None,
+                    };
+                    if let Some((decision, offer)) =
+                        decided.filter(|(decision, _)| decision.mode != CopyMode::Kernels)
+                    {
                         stats::count(Some(call.op), copies::served_as(decision.mode));
                         noted(CallStage::Served(copies::served_as(decision.mode)));
                         let context = LaunchContext {
@@ -148,7 +157,8 @@ impl Communicator {
                     let first = sum.as_ref().map_or(plan, |(_, plan)| *plan);
                     let waits = first.has_lanes()
                         && context.n > 1
-                        && arrival::waits_first(call, on, recorded, &communicator.tuning);
+                        && overlaps
+                        && arrival::is_long(call, &communicator.tuning);
                     let context = LaunchContext {
                         common: CommonArgs { call: state.launched, ..context.common },
                         symmetric,

@@ -1,12 +1,12 @@
-// Sum over all ranks of one chunk: the peers' bytes are in this rank's slots, its own in its
-// tensor. The kernel never waits: all bytes have arrived before it starts.
+// Sum over all ranks of one chunk or of one whole message. The kernel never waits: all bytes are
+// there before it starts.
 #include "units.cuh"
 #include "wait.cuh"
 #include "reduction.cuh"
 
 struct CopySumArgs {
   Common common;
-  // Each rank's bytes: slots, aligned and padded to 16 bytes, and this rank's tensor.
+  // Each rank's bytes: tensors, or slots of this rank's workspace.
   const u8* from[MAX_WORLD];
   u8* to;
   u64 bytes;
@@ -30,8 +30,9 @@ KERNEL(copy_sum, CopySumArgs) {
     for (u32 u = 0; u < CHUNK_AT_ONCE; ++u) {
       const u64 at = i + u * step;
       if (at < units) {
-        for_each_peer([&](u32 r) { v[u][r] = ((const Unit*)args.from[r])[at]; });
-        v[u][RANK] = load_unit(args.from[RANK] + at * 16, args.bytes - at * 16);
+        for (u32 r = 0; r < WORLD; ++r) {
+          v[u][r] = load_unit(args.from[r] + at * 16, args.bytes - at * 16);
+        }
       }
     }
 #pragma unroll

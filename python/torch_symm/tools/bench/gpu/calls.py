@@ -21,26 +21,36 @@ class GpuOp:
     divided: bool = False
 
 
+def _calling(at: Setting, call: Callable[..., dist.Work | None], *given: object) -> Callable[[], None]:
+    def run() -> None:
+        work = call(*given, group=at.group, async_op=at.overlaps)
+        if work is not None:
+            work.wait()
+
+    return run
+
+
 def _all_reduce(at: Setting) -> GpuCall:
     tensor = at.given(at.inputs.count)
     return GpuCall(
         lambda: tensor.copy_(at.pristine),
-        lambda: dist.all_reduce(tensor, group=at.group),
+        _calling(at, dist.all_reduce, tensor),
         lambda calls: at.inputs.compare_sum(tensor, calls=calls),
     )
 
 
 def _all_gather(at: Setting) -> GpuCall:
-    source, output = at.given(at.share), at.taken(at.share * at.world)
+    output = at.taken(at.share * at.world)
+    source = list(pieces(output, at.share))[at.rank] if at.overlaps else at.given(at.share)
 
     def reset() -> None:
-        source.copy_(at.pristine[: at.share])
         output.fill_(POISON)
+        source.copy_(at.pristine[: at.share])
 
     def check(_calls: int) -> str | None:
         return first_finding(at.inputs.compare_copy(part, rank) for rank, part in enumerate(pieces(output, at.share)))
 
-    return GpuCall(reset, lambda: dist.all_gather_into_tensor(output, source, group=at.group), check)
+    return GpuCall(reset, _calling(at, dist.all_gather_into_tensor, output, source), check)
 
 
 def _reduce_scatter(at: Setting) -> GpuCall:
@@ -52,7 +62,7 @@ def _reduce_scatter(at: Setting) -> GpuCall:
 
     return GpuCall(
         reset,
-        lambda: dist.reduce_scatter_tensor(output, source, group=at.group),
+        _calling(at, dist.reduce_scatter_tensor, output, source),
         lambda _calls: at.inputs.compare_sum(output, start=at.rank * at.share),
     )
 
@@ -68,14 +78,14 @@ def _all_to_all(at: Setting) -> GpuCall:
         parts = enumerate(pieces(output, at.share))
         return first_finding(at.inputs.compare_copy(part, rank, at.rank * at.share) for rank, part in parts)
 
-    return GpuCall(reset, lambda: dist.all_to_all_single(output, source, group=at.group), check)
+    return GpuCall(reset, _calling(at, dist.all_to_all_single, output, source), check)
 
 
 def _broadcast(at: Setting) -> GpuCall:
     tensor = at.given(at.inputs.count)
     return GpuCall(
         lambda: tensor.copy_(at.pristine) if at.rank == 0 else tensor.fill_(POISON),
-        lambda: dist.broadcast(tensor, 0, group=at.group),
+        _calling(at, dist.broadcast, tensor, 0),
         lambda _calls: at.inputs.compare_copy(tensor, 0),
     )
 

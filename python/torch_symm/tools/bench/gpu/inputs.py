@@ -102,13 +102,17 @@ class Place:
 
 @dataclass(frozen=True)
 class Setting:
-    """The inputs of a builder. ``pristine`` holds this rank's input."""
+    """The inputs of a builder. ``pristine`` holds this rank's input.
+
+    ``overlaps``: call as FSDP2 does, asynchronously; the input of a gather is a part of its output.
+    """
 
     rank: int
     inputs: Inputs
     pristine: torch.Tensor
     group: dist.ProcessGroup
     place: Place
+    overlaps: bool = False
 
     @property
     def world(self) -> int:

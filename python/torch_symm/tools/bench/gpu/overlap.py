@@ -1,22 +1,23 @@
 """Calls while products run on the same GPU: in one CUDA graph, on two branches.
 
-A side's calls are on a branch of high priority, as the streams of FSDP2 and of asynchronous calls are, and matrix
-products on the other one. Three graphs are replayed in turn: the calls alone, the products alone, and both. Each chain
-takes about `CHAIN_US`. Graphs leave out the host's time for enqueueing.
+A side's calls are made as FSDP2 makes them: asynchronously, on a branch of high priority, and the input of an
+all-gather is a part of its output. Matrix products are on the other branch. Three graphs are replayed in turn: the
+calls alone, the products alone, and both. Each chain takes about `CHAIN_US`. Graphs leave out the host's time for
+enqueueing.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
 from .cell import CellBench, calls_for
-from .inputs import GpuCall
+from .inputs import GpuCall, Setting
 from .process import Process
 from .record import Cell, GpuFigure, Measured, Overlap
 
@@ -118,6 +119,9 @@ class _Loaded(CellBench):
             figure.overlap = Overlap(self._chains[number], alone, products, together)
             figure.graph_us = figure.overlap.call_us
         return Measured(self._cell, calls_for(self._cell.size), self._figures)
+
+    def _setting(self, number: int) -> Setting:
+        return replace(super()._setting(number), overlaps=True)
 
     def _timed(self, run: Callable[[], object]) -> float:
         return self._clock.eager_us(GpuCall(lambda: None, run, lambda _calls: None), 1)
