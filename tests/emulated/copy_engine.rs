@@ -273,10 +273,10 @@ fn direct_reduce_scatters() {
         let garbage = vec![0xAAu8; part];
         at_once(0..2, |me| {
             let (rank, later) = (1 - me, me != first);
-            let pull = match expects {
-                Expects::Nothing if !later => None,
-                Expects::Wrong if !later => Some(garbage.as_ptr() as u64),
-                _ => Some(message(rank)),
+            let pull = match if later { Expects::Right } else { expects } {
+                Expects::Nothing => None,
+                Expects::Right => Some(message(rank)),
+                Expects::Wrong => Some(garbage.as_ptr() as u64),
             };
             let output = calls[rank].outputs[0].addr as u64;
             let push = (later && expects != Expects::Right).then_some(output);

@@ -104,12 +104,9 @@ pub fn serves(call: &CallSpec, n: usize) -> bool {
 
 /// Returns true if the bytes of a call of `op` among `n` ranks may go from tensor to tensor.
 pub fn may_be_direct(op: Collective, n: usize) -> bool {
-    match op {
-        Collective::AllGather | Collective::AllReduce => true,
-        // The output has room for one message.
-        Collective::ReduceScatter => n == 2,
-        _ => false,
-    }
+    // The output of a reduce-scatter has room for one message.
+    matches!(op, Collective::AllGather | Collective::AllReduce)
+        || (op == Collective::ReduceScatter && n == 2)
 }
 
 /// Returns the number of bytes that decides whether `call` of rank `me` of `n` is long; the same on
@@ -125,12 +122,11 @@ pub fn volume(call: &CallSpec, me: usize, n: usize) -> usize {
 /// the output of a gather or the input of a reduce-scatter. The second pass of an all-reduce is
 /// such a gather.
 pub fn consecutive(call: &CallSpec) -> Option<Span> {
-    let messages = match call.op {
-        Collective::AllReduce => return call.outputs.first().copied(),
-        Collective::AllGather => &call.outputs,
-        Collective::ReduceScatter => &call.inputs,
-        _ => return None,
-    };
+    if call.op == Collective::AllReduce {
+        return call.outputs.first().copied();
+    }
+    let scatters = call.op == Collective::ReduceScatter;
+    let messages = if scatters { &call.inputs } else { &call.outputs };
     let first = messages.first()?;
     let follows = |(rank, span): (usize, &Span)| {
         span.bytes == first.bytes && span.addr == first.addr + rank * first.bytes

@@ -30,11 +30,13 @@ pub(super) struct CopyStreams {
     captured: Vec<SegmentPin>,
 }
 
+/// The address at which this rank expects the message of another rank, if mapped here.
+type Expected = Option<(u64, Option<SegmentPin>)>;
+
 /// A call that copy engines may move, before the ranks have decided how.
 pub(super) struct CopyOffer {
     own: TensorOffsets,
-    /// For each rank the address at which this rank expects that rank's message, if mapped here.
-    expected: Vec<Option<(u64, Option<SegmentPin>)>>,
+    expected: Vec<Expected>,
     /// The mode that this rank wants.
     wanted: CopyMode,
     /// The mode if the ranks cannot decide; the same on all ranks.
@@ -129,14 +131,13 @@ impl Communicator {
         Some(CopyOffer { own, expected, wanted, usual })
     }
 
-    /// Returns the tensors of this rank if all of them are in symmetric memory, and the addresses
-    /// at which it expects the messages of the other ranks.
-    #[expect(clippy::type_complexity, reason = "the two fields of an offer")]
+    /// Returns where the tensors of this rank are, and for each rank where its message is expected,
+    /// if all tensors of this rank are in symmetric memory.
     fn tensors(
         &self,
         call: &CallSpec<'_>,
         heaps: &PeerHeaps,
-    ) -> Option<(TensorOffsets, Vec<Option<(u64, Option<SegmentPin>)>>)> {
+    ) -> Option<(TensorOffsets, Vec<Expected>)> {
         let mut own = self.tensor_offsets(call, heaps)?;
         let (me, n) = (self.control.rank().index(), self.control.size());
         let mine = message(call, me, n).0;
@@ -182,14 +183,13 @@ impl Communicator {
     /// Returns where the tensors of a direct call are in symmetric memory, if all of them are.
     fn tensor_offsets(&self, call: &CallSpec<'_>, heaps: &PeerHeaps) -> Option<TensorOffsets> {
         let whole = heaps.offset(copy_engine::consecutive(call)?)?;
-        let (input, output) = match call.op {
+        let (input, output) = if call.op == Collective::AllReduce {
             // The second pass gathers pieces of the outputs.
-            Collective::AllReduce => {
-                (whole + message(call, self.control.rank().index(), self.control.size()).0, whole)
-            }
-            Collective::ReduceScatter if !copy_engine::has_room(call) => return None,
-            Collective::ReduceScatter => (whole, heaps.offset(call.outputs[0])?),
-            _ => (heaps.offset(call.inputs[0])?, whole),
+            (whole + message(call, self.control.rank().index(), self.control.size()).0, whole)
+        } else if call.op == Collective::ReduceScatter {
+            (whole, heaps.offset(call.outputs[0]).filter(|_| copy_engine::has_room(call))?)
+        } else {
+            (heaps.offset(call.inputs[0])?, whole)
         };
         Some(TensorOffsets { input, output, pulls: 0 })
     }
@@ -321,26 +321,22 @@ impl Communicator {
 
 /// Returns where the message of `rank` of `n` starts in an output, and its length.
 fn message(call: &CallSpec<'_>, rank: usize, n: usize) -> (u64, usize) {
-    match call.op {
-        Collective::AllReduce => {
-            let whole = Span { addr: 0, ..call.outputs[0] };
-            let piece = copy_engine::piece(whole, rank, n);
-            (piece.addr as u64, piece.bytes)
-        }
-        Collective::ReduceScatter => (0, call.outputs[0].bytes),
-        _ => {
-            let start: usize = call.outputs[..rank].iter().map(|output| output.bytes).sum();
-            (start as u64, call.outputs[rank].bytes)
-        }
+    if call.op == Collective::AllReduce {
+        let whole = Span { addr: 0, ..call.outputs[0] };
+        let piece = copy_engine::piece(whole, rank, n);
+        return (piece.addr as u64, piece.bytes);
     }
+    if call.op == Collective::ReduceScatter {
+        return (0, call.outputs[0].bytes);
+    }
+    let start: usize = call.outputs[..rank].iter().map(|output| output.bytes).sum();
+    (start as u64, call.outputs[rank].bytes)
 }
 
 /// Returns where the message for rank `me` starts in the input of another rank.
 fn skipped(call: &CallSpec<'_>, me: usize) -> u64 {
-    match call.op {
-        Collective::ReduceScatter => (me * call.outputs[0].bytes) as u64,
-        _ => 0,
-    }
+    let scatters = call.op == Collective::ReduceScatter;
+    if scatters { (me * call.outputs[0].bytes) as u64 } else { 0 }
 }
 
 /// Returns true if rank `me` need not copy its own message within its memory.
