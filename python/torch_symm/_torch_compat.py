@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -124,7 +125,11 @@ def new_group_among(ranks: Sequence[int], proposals: Iterable[int], **options: A
     there, name = cast("Any", distributed_c10d), f"symm_{min(ranks)}_{_number}"
     usual = there._process_group_name
 
-    def agreed(*_: Any, **__: Any) -> str:
+    caller = get_ident()
+
+    def agreed(*given: Any, **named: Any) -> Any:
+        if get_ident() != caller:  # another thread makes a group of its own
+            return usual(*given, **named)
         there._process_group_name = usual
         return name
 

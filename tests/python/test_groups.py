@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,6 +18,7 @@ import torch_symm
 from faults.resource_leaks import beyond, own
 from ranks import backend_of, file_store, free_port, init, meet, on_threads, run_ranks, spawn_rank
 from torch.distributed.device_mesh import init_device_mesh
+from torch_symm import _torch_compat
 from torch_symm._autoload import devices
 
 #: Seconds within which threads of ended groups have ended.
@@ -100,6 +102,25 @@ def test_intra_node_group_of_ranks_with_different_numbers_of_groups(rank: int) -
             check_group(node := torch_symm.intra_node_group(pair))
             dist.destroy_process_group(node)
     check_group(torch_symm.intra_node_group())
+
+
+def test_other_threads_name_their_groups_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+
+    def naming(ranks: list[int], **_: object) -> None:
+        def name() -> None:
+            names.append(dist.distributed_c10d._process_group_name(ranks, True))
+
+        another = threading.Thread(target=name)
+        another.start()
+        another.join()
+        name()
+
+    monkeypatch.setattr(_torch_compat, "new_group", naming)
+    monkeypatch.setattr(_torch_compat, "_number", 0)
+    number = _torch_compat.next_number()
+    _torch_compat.new_group_among([3, 5], [number])
+    assert names[1] == f"symm_3_{number}" != names[0]
 
 
 @pytest.mark.ranks(2, group_timeout=40)
