@@ -1,4 +1,4 @@
-"""Makes Inductor treat operators that communicate as it treats torch's collectives.
+"""Makes Inductor and AOTAutograd treat operators that communicate as they treat torch's collectives.
 
 Inductor keeps the program's order only among its own collective kernels. It orders all other operators by size and
 locality, so two ranks with tensors of different sizes could call such operators in different orders.
@@ -6,7 +6,7 @@ locality, so two ranks with tensors of different sizes could call such operators
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from typing import Any
 
@@ -68,6 +68,30 @@ def _keep_order_in_graphs(post_grad: Any) -> None:
     post_grad.reorder_for_locality = reorder_in_order
 
 
+def _keep_calls_in_one_graph(partitioners: Any) -> None:
+    """Keeps AOTAutograd from copying a forward call into the backward graph.
+
+    AOTAutograd copies what depends on saved tensors, and removes what the backward does not use, but no operator with a
+    side effect. It never copies an operator that mutates. Calls to be recomputed are copied on purpose.
+    """
+    for name, of_backward in (("_must_be_in_forward", False), ("_must_be_in_backward", True)):
+        must = getattr(partitioners, name)
+        if not hasattr(must, "__wrapped__"):
+            setattr(partitioners, name, _also_calls(partitioners, must, of_backward))
+
+
+def _also_calls(partitioners: Any, must: Callable[[Node], bool], of_backward: bool) -> Callable[[Node], bool]:
+    @wraps(must)
+    def must_or_calls(node: Node) -> bool:
+        if must(node):
+            return True
+        if _target(node) not in _collectives or partitioners.must_recompute(node):
+            return False
+        return bool(partitioners._has_tag_is_backward(node)) == of_backward
+
+    return must_or_calls
+
+
 def _calls(nodes: Iterable[Node]) -> list[Node]:
     return [node for node in nodes if _communicates(_target(node))]
 
@@ -86,10 +110,11 @@ def _communicates(target: Any) -> bool:
     return of_torch or target in _collectives
 
 
-#: Prepares modules of Inductor.
+#: Prepares modules of Inductor and AOTAutograd.
 _hook = ImportHook(
     {
         "torch._inductor.lowering": _register_lowerings,
         "torch._inductor.fx_passes.post_grad": _keep_order_in_graphs,
+        "torch._functorch.partitioners": _keep_calls_in_one_graph,
     }
 )

@@ -13,6 +13,7 @@ import torch._inductor.config
 import torch.distributed as dist
 import torch_symm
 from programs import QUIET, needs_compiler
+from torch.utils.checkpoint import checkpoint
 from torch_symm import _inductor
 from torch_symm._native import OPERATORS
 
@@ -97,6 +98,37 @@ def test_a_rank_that_does_not_use_the_results_takes_part(rank: int) -> None:
     total = torch.full((64,), float(rank))
     dist.all_reduce(total)
     assert torch.equal(total, torch.ones(64))
+
+
+@pytest.mark.ranks(2, timeout=200)
+def test_a_backward_pass_does_not_repeat_the_calls_of_the_forward_pass(rank: int) -> None:
+    """Both partitioners of AOTAutograd; a call is recomputed only if its region is checkpointed."""
+    torch_symm.stats()  # Registers the operators
+    name = dist.group.WORLD.group_name
+
+    def saved(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (x * w).sum() + summed(x, name).sum()
+
+    def region(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.sin(summed(x, name) * w) * w
+
+    def recomputed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = checkpoint(region, x, w, use_reentrant=False)
+        return result.sum()
+
+    for backend, step, calls in (
+        ("aot_eager_default_partitioner", saved, 1),
+        ("aot_eager", saved, 1),
+        ("aot_eager", recomputed, 2),
+    ):
+        gradients = []
+        for run in (step, torch.compile(step, backend=backend, fullgraph=True)):
+            weight = torch.full((4, 64), 0.5, requires_grad=True)
+            before = len(torch_symm.trace()["calls"])
+            run(torch.full((4, 64), rank + 1.0), weight).backward()
+            gradients.append(weight.grad)
+            assert len(torch_symm.trace()["calls"]) - before == calls or run is step, (backend, step.__name__)
+        assert torch.equal(*gradients)
 
 
 def test_inductor_orders_every_operator_that_communicates() -> None:
