@@ -86,6 +86,8 @@ pub struct ParentGroup {
     pub node: String,
     /// The ranks of the members in the larger group.
     pub ranks: Vec<Rank>,
+    /// The ranks of all members of the larger group in the default group.
+    pub global_ranks: Vec<u32>,
 }
 
 /// Describes the progress of a rank's calls that run in kernels.
@@ -371,6 +373,13 @@ impl ControlBlock {
     /// Returns the rank of `rank` in the default group.
     pub fn global(&self, rank: Rank) -> u32 {
         self.members[rank.index()].global
+    }
+
+    /// Returns the ranks in the default group of all members of this group, or of the larger group
+    /// to which it belongs.
+    pub fn global_ranks(&self) -> Vec<u32> {
+        let own = || self.members.iter().map(|member| member.global).collect();
+        self.parent.as_ref().map_or_else(own, |part| part.global_ranks.clone())
     }
 
     /// Returns true if the group is the part of a larger group on this node.

@@ -143,11 +143,16 @@ fn p3_of_several_who_have_died_the_first_is_named() {
     );
 }
 
+/// Node "b" with these ranks of a group of 4.
+fn part(ranks: &[u32]) -> ParentGroup {
+    let ranks = ranks.iter().map(|&rank| Rank(rank)).collect();
+    ParentGroup { node: "b".into(), ranks, global_ranks: vec![0, 1, 2, 3] }
+}
+
 #[test]
 fn a_part_of_a_larger_group_names_members_as_that_does() {
     let other = control(&[7]);
-    let control = control(&[u32::MAX])
-        .named(Some(ParentGroup { node: "b".into(), ranks: vec![Rank(2), Rank(3)] }));
+    let control = control(&[u32::MAX]).named(Some(part(&[2, 3])));
     let pid = std::process::id();
     assert_eq!(control.describe(Rank(0)), format!("rank 2 (node \"b\", pid {pid})"));
     assert_eq!(control.display_rank(Rank(1)), Rank(3));
@@ -168,6 +173,6 @@ fn a_part_of_a_larger_group_names_members_as_that_does() {
         dead.message,
         format!("rank 3 (node \"b\", pid {}) of group \"test\" has ended (gone)", u32::MAX)
     );
-    let plain = other.named(Some(ParentGroup { node: "b".into(), ranks: vec![Rank(2)] }));
+    let plain = other.named(Some(part(&[2])));
     assert_eq!(plain.describe(Rank(1)), "rank 1 (pid 7)", "lengths that do not fit are no part");
 }

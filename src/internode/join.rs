@@ -130,13 +130,12 @@ impl<'a> InternodeJoin<'a> {
     ) -> Result<T> {
         let Self { options, node_map: layout, rank, .. } = self;
         let node = layout.node_of(*rank);
-        let global =
-            |rank: &Rank| options.global_ranks.get(rank.index()).copied().unwrap_or(rank.0 as i32);
+        let global = |rank: &Rank| global(&options.global_ranks, *rank).0;
         let inner = JoinOptions {
             group: options.group.clone(),
             rank: layout.local_rank(*rank) as i32,
             size: layout.ranks_of(node).len() as i32,
-            global_ranks: layout.ranks_of(node).iter().map(global).collect(),
+            global_ranks: layout.ranks_of(node).iter().map(|rank| global(rank) as i32).collect(),
             is_default: options.is_default,
             timeout: self.limit.remaining(),
             order: options.order,
@@ -145,6 +144,7 @@ impl<'a> InternodeJoin<'a> {
         let part = ParentGroup {
             node: layout.node_name(node).into(),
             ranks: layout.ranks_of(node).to_vec(),
+            global_ranks: (0..layout.size() as u32).map(|rank| global(&Rank(rank))).collect(),
         };
         let store = PrefixStore::new(&inside(layout, node), &self.store);
         let joined =

@@ -167,8 +167,7 @@ impl Internode {
             life,
         });
         let others = layout.name_others(layout.node_of(rank));
-        let all = (0..layout.size() as u32).map(|rank| nodes.global(Rank(rank)).0).collect();
-        health.recorder().note_nodes(life.id(), others, all);
+        health.recorder().note_nodes(life.id(), others);
         let listener: Arc<dyn FailureListener> = nodes.clone();
         health.listen(Arc::downgrade(&listener));
         nodes

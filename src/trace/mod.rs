@@ -30,7 +30,7 @@ use entry::{CallKind, EntryState, TraceEntry};
 use registry::Registry;
 use ring::EntryRing;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -85,7 +85,7 @@ pub struct GroupRecorder {
     /// recorded.
     watched: AtomicBool,
     /// Number of ranks of the group, on all nodes.
-    world: AtomicUsize,
+    world: usize,
     /// Fork generation of the process that owns the journal.
     generation: u64,
     /// Receives a value once the dump has been written.
@@ -115,7 +115,7 @@ impl GroupRecorder {
             cuda: AtomicBool::new(false),
             failed: AtomicBool::new(false),
             watched: AtomicBool::new(false),
-            world: AtomicUsize::new(control.size()),
+            world: control.global_ranks().len(),
             generation: fork::generation(),
             writing: Mutex::new(None),
         })
@@ -221,7 +221,7 @@ impl GroupRecorder {
     #[inline(always)]
     fn count(&self, number: u64) {
         if let Some(totals) = &self.journal.totals {
-            self.journal.ring.change(number, |entry| totals.made(entry, self.world()));
+            self.journal.ring.change(number, |entry| totals.made(entry, self.world));
         }
     }
 
@@ -229,15 +229,14 @@ impl GroupRecorder {
     #[inline(always)]
     fn count_time(&self, entry: &TraceEntry) {
         if let Some(totals) = &self.journal.totals {
-            totals.ended(entry, self.world());
+            totals.ended(entry, self.world);
         }
     }
 
-    /// Records the other nodes of the group, as messages name them, the id `life` that all its
-    /// ranks share, and their ranks in the default group.
-    pub fn note_nodes(&self, life: u64, others: String, global_ranks: Vec<u32>) {
-        self.world.store(global_ranks.len(), Ordering::Relaxed);
-        lock(&self.journal.groups).note_nodes(self.group, life, others, global_ranks);
+    /// Records the other nodes of the group, as messages name them, and the id `life` that all its
+    /// ranks share.
+    pub fn note_nodes(&self, life: u64, others: String) {
+        lock(&self.journal.groups).note_nodes(self.group, life, others);
     }
 
     /// Records the timeout of the group's calls.
@@ -245,14 +244,10 @@ impl GroupRecorder {
         lock(&self.journal.groups).set_timeout(self.group, timeout);
     }
 
-    fn world(&self) -> usize {
-        self.world.load(Ordering::Relaxed)
-    }
-
     /// Returns true if the group is on several nodes. The ranks of a node then do not publish when
     /// they started its collectives.
     fn is_multi_node(&self) -> bool {
-        self.world() > self.control.size()
+        self.world > self.control.size()
     }
 
     /// Records which `nodes`, as messages name them, are late for collective `sequence`, in which

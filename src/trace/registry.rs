@@ -148,7 +148,7 @@ impl Registry {
             name: control.name().into(),
             rank: control.rank(),
             members: control.ranks().map(|rank| place(control, rank)).collect(),
-            global_ranks: control.ranks().map(|rank| control.global(rank)).collect(),
+            global_ranks: control.global_ranks(),
             other_nodes: None,
             late_nodes: None,
             timeout_ms: super::milliseconds(timeout),
@@ -167,17 +167,10 @@ impl Registry {
     }
 
     /// Records that the group spans further nodes, which `others` names; `life` is the id that all
-    /// its ranks share, and `global_ranks` has their ranks in the default group.
-    pub(super) fn note_nodes(
-        &mut self,
-        id: u64,
-        life: u64,
-        others: String,
-        global_ranks: Vec<u32>,
-    ) {
+    /// its ranks share.
+    pub(super) fn note_nodes(&mut self, id: u64, life: u64, others: String) {
         if let Some(record) = self.find(id) {
-            record.other_nodes = Some(others);
-            (record.memory, record.global_ranks) = (life, global_ranks);
+            (record.other_nodes, record.memory) = (Some(others), life);
         }
     }
 

@@ -285,7 +285,8 @@ pub(super) fn alone(
 ) -> Arc<Messages> {
     let bytes = SegmentLayout::new(1).total_bytes();
     let segment = ShmSegment::map(ShmSegment::create(bytes).expect("memfd"), bytes).expect("map");
-    let part = ParentGroup { node: format!("node{me}"), ranks: vec![Rank(me)] };
+    let part =
+        ParentGroup { node: format!("node{me}"), ranks: vec![Rank(me)], global_ranks: vec![0, 1] };
     let control = ControlBlock::new(
         segment,
         Rank(0),

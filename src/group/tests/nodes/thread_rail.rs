@@ -182,6 +182,7 @@ pub(super) fn on_nodes_until(most: usize, nodes: &[u8], body: impl Fn(&Group, us
                 let part = ParentGroup {
                     node: layout.node_name(node).into(),
                     ranks: layout.ranks_of(node).to_vec(),
+                    global_ranks: (0..layout.size() as u32).collect(),
                 };
                 let (limit, tuning) = (Duration::from_secs(60), GroupTuning::default());
                 let control = control_block(segment, "test", Rank(local as u32), members, tuning)
