@@ -120,9 +120,12 @@ struct OffersToSender : OfferedLane {
     for_each_peer([&](u32 r) {
       if (found >> r & 1) {
         const Offer* offer = between(RANK, r);
-        const Unit offered = data_of(load_relaxed(&offer->unit[0]), load_relaxed(&offer->unit[1]));
-        // Never more than the peer's capacity, even if the ranks disagree.
-        const u64 bytes = smaller(out.bytes[r], second_of(offered));
+        const Line first = load_relaxed(&offer->unit[0]), second = load_relaxed(&offer->unit[1]);
+        const Unit offered = data_of(first, second);
+        // Never more than the peer's capacity, even if the ranks disagree. A receiver that has timed
+        // out withdraws its offer.
+        const bool stands = have_arrived(first, second, session.sent[r] - step + 1);
+        const u64 bytes = stands ? smaller(out.bytes[r], second_of(offered)) : 0;
         const u32 chunks = session.chunks(out.bytes[r], chunk[r]);
         for (u32 next = step; next < chunks; ++next) {
           const u64 start = session.start(next, chunk[r]);
