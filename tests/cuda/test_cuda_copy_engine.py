@@ -167,7 +167,7 @@ def overlapping(rank: int, world: int, symmetric: tuple[bool, ...]) -> list[int]
 def test_calls_that_overlap_with_computation(pool: Pool, symmetric: tuple[bool, ...]) -> None:
     one, other = pool.run(overlapping, 2, symmetric)
     assert one == other
-    if all(symmetric):  # synchronous calls are made by kernels, and so are gathers that also copy the own message
+    if all(symmetric):  # synchronous calls are made by kernels, and so are gathers out of place
         assert [*one[:3], one[4]] == [6, 0, 3, 6]
     elif not any(symmetric):
         assert not any(one)

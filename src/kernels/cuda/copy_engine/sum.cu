@@ -1,5 +1,5 @@
-// Sum over all ranks of one chunk or of one whole message. The kernel never waits: all bytes are
-// there before it starts.
+// Sum over all ranks of one chunk or of one whole message. The kernel never waits: all bytes have
+// arrived before it starts.
 #include "units.cuh"
 #include "wait.cuh"
 #include "reduction.cuh"
