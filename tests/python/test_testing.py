@@ -368,7 +368,7 @@ def test_it():
 
 
 CASE = """
-import os, sys, time, unittest
+import gc, os, sys, time, unittest
 import torch
 import torch.distributed as dist
 from torch_symm.testing import WarmMultiProcessTestCase, skip_if_lt_x_gpu
@@ -379,7 +379,16 @@ class TestIt(WarmMultiProcessTestCase):
 
     def setUp(self):
         super().setUp()
+        # A store with a thread that exists in this process only, and that only the garbage collector destroys.
+        gc.disable()
+        cycle = [dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)]
+        cycle.append(cycle)
+        del cycle
         self._spawn_processes()
+        gc.enable()
+
+    def test_garbage(self):
+        gc.collect()
 
     def tearDown(self):
         super().tearDown()
@@ -428,7 +437,7 @@ def test_torchs_case_class_keeps_its_verdicts(tmp_path: Path) -> None:
     command = [sys.executable, str(tmp_path / "case.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     verdicts = ["errors test_hang test_wrong", "failures test_dead", "skipped test_gpus test_skip"]
-    assert done.stdout.splitlines()[-3:] == verdicts and "Ran 6 tests" in done.stderr, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-3:] == verdicts and "Ran 7 tests" in done.stderr, done.stdout + done.stderr
     assert "ranks [1] did not end within 1 s" in done.stderr and "in test_hang" in done.stderr, done.stderr
     assert "Process 1 exited with error code 10" in done.stderr
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -54,6 +55,9 @@ class _Forked(multiprocessing.get_context("fork").Process):  # type: ignore[misc
         """Calls the target with one thread, as under torchrun, because the thread pool does not survive the fork."""
         import torch
 
+        # The child must not destroy what the parent has left to the collector: the destructor of a store or of a
+        # backend would wait for a thread that exists in the parent only.
+        gc.freeze()
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)
         super().run()
