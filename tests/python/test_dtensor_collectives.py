@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch_symm import dtensor
+from torch_symm import dtensor, testing
 from torch_symm.dtensor import shard_dim_alltoall
 
 #: Meshes of four ranks.
@@ -135,6 +135,16 @@ def test_wrong_arguments_are_refused_as_by_torch(rank: int, world_size: int) -> 
         shard_dim_alltoall(mine, 0, 1, mesh, 0, gather_size=9)
     # Nothing was exchanged: the group stays usable.
     assert same_bits(shard_dim_alltoall(mine, 1, 0, mesh, 0), torchs.shard_dim_alltoall(mine, 1, 0, mesh, 0))
+
+
+@pytest.mark.ranks(3)
+def test_ranks_that_wait_learn_of_a_rank_with_another_part(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    mine = torch.zeros(3 if rank == 1 else 2, 6)
+    kind, words = (ValueError, "holds 3 elements") if rank == 1 else (torch_symm.SymmMismatchError, "rank 1 .*rejected")
+    with pytest.raises(kind, match=words):
+        shard_dim_alltoall(mine, 0, 1, mesh, 0, gather_size=6)
+    testing.barrier("over")  # a rank that leaves the group would be named for that
 
 
 @pytest.mark.ranks(4)

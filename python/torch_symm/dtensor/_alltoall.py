@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,6 +93,7 @@ def _move(
     if gather_size is not None:
         held, mine = cut(gather_size, group.size()), input.size(gather_dim)
         if mine != held[group.rank()]:
+            _reject(input, mine, held[group.rank()], group)
             raise ValueError(
                 f"rank {group.rank()} of {group.size()} holds {mine} elements of dimension {gather_dim}, "
                 f"whose {gather_size} elements are cut into {', '.join(map(str, held))}"
@@ -104,6 +106,13 @@ def _move(
         return output
 
     return _moved(input, gather_dim, shard_dim, gather_size, group.rank(), group.size(), exchange)
+
+
+def _reject(input: torch.Tensor, mine: int, expected: int, group: dist.ProcessGroup) -> None:
+    """Notifies the ranks that wait for this one, by a call with ``mine`` elements that sends the ``expected`` ones."""
+    none = [0] * group.size()
+    with suppress(ValueError, RuntimeError):
+        dist.all_to_all_single(input.new_empty(0), input.new_empty(mine), none, [expected, *none[1:]], group=group)
 
 
 def _trace(
