@@ -183,10 +183,12 @@ def test_remote_tensors_of_a_view(rank: int, world_size: int) -> None:
     tensor.copy_(values(rank, (6, 4)))
     dist.barrier()
     remote = ops.get_remote_tensors(tensor[2:4], WORLD)
+    strided = ops.get_remote_tensors(tensor[2:5, 1:].t(), WORLD)
     assert [tuple(one.shape) for one in remote] == [(2, 4)] * world_size
     dist.barrier()
     for peer, one in enumerate(remote):
         assert torch.equal(one, values(peer, (6, 4), torch.float32)[2:4])
+        assert torch.equal(strided[peer], values(peer, (6, 4), torch.float32)[2:5, 1:].t())
     assert remote[rank].data_ptr() == tensor[2:4].data_ptr()
     dist.barrier()
 

@@ -19,10 +19,15 @@ std::vector<at::Tensor> get_remote_tensors(const at::Tensor& x, std::string grou
     TORCH_CHECK_VALUE(found, "Tensor is not allocated from Symmetric Memory");
     return found;
   });
+  int64_t extent = x.numel() == 0 ? 0 : 1;
+  for (int64_t dim = 0; extent > 0 && dim < x.dim(); ++dim) {
+    extent += (x.size(dim) - 1) * x.stride(dim);
+  }
   std::vector<at::Tensor> tensors;
   for (int rank = 0; rank < window->get_world_size(); ++rank) {
     // The result starts at the tensor's own offset in the peer's buffer, also for a view.
-    tensors.push_back(window->get_buffer(rank, x.sizes(), x.scalar_type(), x.storage_offset()));
+    const auto buffer = window->get_buffer(rank, {extent}, x.scalar_type(), x.storage_offset());
+    tensors.push_back(buffer.as_strided(x.sizes(), x.strides()));
   }
   return tensors;
 }
