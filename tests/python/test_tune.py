@@ -120,6 +120,20 @@ def test_what_is_measured_is_what_the_model_says(tmp_path: Path, tune: Tune, mon
     assert "profile.json: EOF" in tune("--ranks", "2", "--check", "--profile", str(path), expect=1)
 
 
+def test_a_measurement_of_some_collectives_keeps_the_others() -> None:
+    def profiled(us: float, *ops: str, **more: object) -> dict[str, Any]:
+        curves = [{"op": op, "us": [us]} for op in ops]
+        return {"hardware": {"cpu": "x"}, "groups": [{"ranks": ranks, "curves": curves} for ranks in (2, 3)], **more}
+
+    made = profiled(1.0, "all_reduce")
+    kept = profile.with_others(made, profiled(2.0, "all_reduce", "barrier", local={"step_us": 3}), ["all_reduce"])
+    assert kept["local"] == {"step_us": 3}
+    for group in kept["groups"]:
+        assert [(curve["op"], curve["us"]) for curve in group["curves"]] == [("all_reduce", [1.0]), ("barrier", [2.0])]
+    assert profile.with_others(made, {**profiled(2.0, "barrier"), "hardware": {"cpu": "y"}}, ["all_reduce"]) == made
+    assert profile.with_others(made, {}, ["all_reduce"]) == made
+
+
 def tuned(rank: int, world: int) -> int:
     return entry.main(["tune", "--device", "cpu", "--ranks", "2", "--largest", "2K", "--seconds", "0.1"])
 

@@ -239,7 +239,7 @@ def _calibrate(
     command = "python -m torch_symm " + shlex.join(["tune", *_shown(given)])
     measured = profile.measured(command, load, reference_us)
     made = profile.assemble(profile.bare(here, settings), found, measured, known)
-    profile.write(path, {**made, **profile.inter_node(path)})
+    profile.write(path, {**profile.with_others(made, profile.known(path), ops), **profile.inter_node(path)})
     for ranks, setting in settings.items():
         say(f"groups of {ranks}: " + ", ".join(f"{name} = {value}" for name, value in setting.items()))
     _say_state(reference_us, share)
@@ -261,8 +261,14 @@ def _in_force(device: str, world: int) -> dict[int, dict[str, Any]]:
 
 def _shown(given: argparse.Namespace) -> list[str]:
     """Returns the options that determine the measurement."""
-    values = {"--device": given.device, "--ranks": given.ranks, "--seconds": given.seconds, "--largest": given.largest}
-    usual = {"--seconds": SECONDS, "--largest": str(LARGEST)}
+    values = {
+        "--device": given.device,
+        "--ranks": given.ranks,
+        "--seconds": given.seconds,
+        "--largest": given.largest,
+        "--ops": given.ops,
+    }
+    usual = {"--seconds": SECONDS, "--largest": str(LARGEST), "--ops": ",".join(OPS)}
     return [
         word
         for name, value in values.items()

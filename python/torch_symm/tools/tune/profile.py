@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -130,6 +130,15 @@ def known(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError, load().SymmConfigError) as error:
         print(f"profile {path} is faulty and will be replaced: {error}", file=sys.stderr, flush=True)
         return {}
+
+
+def with_others(made: dict[str, Any], old: Mapping[str, Any], ops: Sequence[str]) -> dict[str, Any]:
+    """Returns ``made`` with the other collectives than ``ops`` in the ``old`` profile, if that is of this hardware."""
+    if old.get("hardware") != made["hardware"]:
+        return made
+    kept = {group["ranks"]: [curve for curve in group["curves"] if curve["op"] not in ops] for group in old["groups"]}
+    groups = [{**group, "curves": group["curves"] + kept.get(group["ranks"], [])} for group in made["groups"]]
+    return {**{name: old[name] for name in ("local",) if name in old}, **made, "groups": groups}
 
 
 def inter_node(path: Path) -> dict[str, Any]:
