@@ -207,6 +207,12 @@ impl ControlBlock {
         Ok(())
     }
 
+    /// Returns true the first time that it is called, because one early warning in the life of the
+    /// group is enough.
+    pub fn is_first_warning(&self) -> bool {
+        !self.warned.swap(true, Ordering::Relaxed)
+    }
+
     /// Logs, once in the life of the group, that this rank has waited for long in `about` for
     /// `late`.
     pub fn warn_once(
@@ -215,7 +221,7 @@ impl ControlBlock {
         about: &dyn Fn() -> String,
         late: &dyn Fn() -> String,
     ) {
-        if limit.should_warn() && !self.warned.swap(true, Ordering::Relaxed) {
+        if limit.should_warn() && self.is_first_warning() {
             let (me, seconds) = (self.describe(self.rank), limit.elapsed().as_secs_f32());
             log::warn!("{me} has waited {seconds:.1} s in {} for {}", about(), late());
         }

@@ -105,7 +105,8 @@ pub(super) fn compare(control: &ControlBlock, all: &[RendezvousRequest]) -> Resu
                 |offer: &RendezvousRequest| format!("a signal pad of {} bytes", offer.pad_bytes);
             return refused(rank, pad(first), pad(offer));
         }
-        if offer.exact && first.exact && offer.number != first.number && me.0 == 0 {
+        let other_count = offer.exact && first.exact && offer.number != first.number;
+        if other_count && me.0 == 0 && control.is_first_warning() {
             let (one, two) = (control.describe(me), control.describe(rank));
             log::warn!(
                 "group \"{}\": {one} brings its allocation #{} to a rendezvous, {two} its #{}; \
