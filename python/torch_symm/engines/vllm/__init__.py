@@ -39,11 +39,11 @@ def register() -> None:
     if platform in _changed or not current_platform.is_cuda():
         return
     _changed.add(platform)
-    if problem := _common.native_problem() or _signatures.problem(platform, _signatures.PLATFORM):
+    if problem := _signatures.problem(platform, _signatures.PLATFORM):
         log.warning("symm is off, and vLLM uses its own collectives: %s", problem)
         return
-    _choose_communicator(platform)
-    if choice == "1":
+    _choose_communicator(platform)  # also without the native part, so that the other ranks do not wait for this one
+    if choice == "1" and not _common.native_problem():
         _add_fusion(platform, current_platform.pass_key)
 
 

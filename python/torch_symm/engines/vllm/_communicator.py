@@ -14,8 +14,7 @@ from vllm.distributed.device_communicators.cuda_communicator import (  # type: i
 )
 
 from torch_symm._version import __version__
-from torch_symm.engines._common import Declined
-from torch_symm.engines.vllm._fusion import SymmFusionPass
+from torch_symm.engines._common import Declined, leave, native_problem
 from torch_symm.engines.vllm._group import Warming, start
 from torch_symm.engines.vllm._operators import GROUPS, WARMING
 
@@ -164,7 +163,7 @@ class SymmCommunicator(CudaCommunicator):  # type: ignore[misc]
         for known in (GROUPS, WARMING):
             known.pop(self.unique_name, None)
         group, self.symm, self._warming = self.symm, None, None
-        dist.destroy_process_group(group)
+        leave(group)
 
 
 def _is_only_group(ranks: int) -> bool:
@@ -185,5 +184,10 @@ def _model() -> tuple[torch.dtype, int]:
     model = getattr(config, "model_config", None)
     if model is None:
         return torch.bfloat16, 0
+    if native_problem():
+        return model.dtype, 0
+    # Not imported above, because it cannot be imported without the native part.
+    from torch_symm.engines.vllm._fusion import SymmFusionPass
+
     passes = config.compilation_config.inductor_compile_config.values()
     return model.dtype, int(model.get_hidden_size()) if any(isinstance(each, SymmFusionPass) for each in passes) else 0

@@ -19,20 +19,20 @@ SHORT = 2048
 
 
 def start(cpu_group: Any, device_group: Any, ranks: Sequence[int], device: torch.device, dtype: torch.dtype) -> Any:
-    """Returns a symm group of ``ranks`` that has completed its set-up and a first sum. Collective among ``ranks`` only.
+    """Returns a symm group of ``ranks`` that has completed its set-up and a first sum. Called by ``ranks`` only.
 
     Args:
-        cpu_group: vLLM's Gloo group of ``ranks``, through which they agree.
+        cpu_group: vLLM's Gloo group of ``ranks``, whose store they use to agree.
         device_group: vLLM's group for tensors on ``device``, whose timeout the new group gets.
         ranks: the ranks of the default group that are members.
         device: the device of the collectives.
         dtype: the type of the model's activations.
 
     Raises:
-        Declined: the group cannot be made; all ranks raise it.
+        Declined: the group cannot be made; all ranks that called this raise it.
     """
     return _common.start(
-        cpu_group, device_group, ranks, one_node=True, warm=lambda group: try_out(group, device, dtype)
+        "vLLM", cpu_group, device_group, ranks, one_node=True, warm=lambda group: try_out(group, device, dtype)
     )
 
 
