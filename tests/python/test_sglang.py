@@ -88,6 +88,10 @@ class GroupCoordinator:
         dist.reduce_scatter_tensor(output, input, group=self.device_group)
         return output
 
+    def destroy(self) -> None:
+        dist.destroy_process_group(self.cpu_group)
+        self.cpu_group = self.device_group = None
+
 
 def install(kind: str, monkeypatch: Any = None) -> Any:
     """Returns ``GroupCoordinator``'s class, with the hooks of the plug-in."""
@@ -161,6 +165,18 @@ def test_tensor_parallel_groups_are_served(world_size: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.ranks(2, backend="gloo")
+def test_sglang_leaves_the_symm_group_when_it_destroys_its_own(kind: str) -> None:
+    cls, known = install(kind), dist.distributed_c10d._world.pg_map
+    before = len(known)
+    for _ in range(3):
+        group = coordinator(cls, "tp")
+        assert calls(group, 2) == [3, 3, 1]
+        group.destroy()
+        assert len(known) == before and getattr(group, sglang._GROUP) is None
+
+
+@pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.ranks(3, backend="gloo", env={"SGLANG_ENABLE_DETERMINISTIC_INFERENCE": "1"})
 def test_deterministic_mode_keeps_symm_on(rank: int, kind: str) -> None:
     group = coordinator(install(kind), "tp")
@@ -194,7 +210,7 @@ def test_it_is_off_by_default_and_with_another_signature(
 ) -> None:
     monkeypatch.setenv("SYMM_SGLANG", "1")
     install("stand-in", monkeypatch)
-    assert len(Registry.hooks) == 4
+    assert len(Registry.hooks) == 5
     Registry.hooks = {}
     monkeypatch.setenv("SYMM_SGLANG", "0")
     sglang.register()

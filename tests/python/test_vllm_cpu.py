@@ -22,7 +22,13 @@ def module(shm: bool) -> Any:
     """vLLM's ``cpu_communicator``; ``shm`` is true if its build has shared memory for this processor."""
     made: Any = types.ModuleType(vllm_cpu._MODULE)
 
-    class CpuCommunicator:
+    class DeviceCommunicatorBase:
+        destroyed = False
+
+        def destroy(self) -> None:
+            self.destroyed = True
+
+    class CpuCommunicator(DeviceCommunicatorBase):
         def __init__(self, cpu_group: Any, device: Any = None, device_group: Any = None, unique_name: str = "") -> None:
             self.cpu_group, self.device_group, self.unique_name = cpu_group, device_group, unique_name
             self.ranks = dist.get_process_group_ranks(cpu_group)
@@ -167,6 +173,24 @@ def test_it_serves_groups_of_some_ranks(rank: int) -> None:
     made.gather(torch.tensor([float(rank)]), parts, dst=mine[1])
     assert parts is None or [part.item() for part in parts] == mine
     assert values.item() == (1.0 if rank < 2 else 5.0)
+
+
+@pytest.mark.parametrize("shm", [True, False])
+@pytest.mark.ranks(2, backend="gloo")
+def test_vllm_leaves_the_symm_group_when_it_destroys_its_own(shm: bool) -> None:
+    known = dist.distributed_c10d._world.pg_map
+    made, before = install(shm), len(known)
+    for _ in range(3):
+        group = dist.new_group(backend="gloo")
+        com = made.CpuCommunicator(group, torch.device("cpu"), device_group=group, unique_name="tp:0")
+        com.dist_module.all_reduce(torch.ones(4))
+        assert com.dist_module.served and len(known) == before + 2
+        dist.destroy_process_group(group)  # vLLM destroys its groups before the communicator
+        com.destroy()
+        assert com.destroyed and not com.dist_module.served and len(known) == before
+    other = made.CpuCommunicator(dist.group.WORLD, torch.device("cpu"), unique_name="dp:0")
+    other.destroy()
+    assert other.destroyed
 
 
 @pytest.mark.parametrize("shm", [True, False])

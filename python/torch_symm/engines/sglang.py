@@ -44,6 +44,7 @@ _SIGNATURES: _common.Expected = {
     "all_reduce": ("input_",),
     "_all_gather_into_tensor": ("output", "input"),
     "_reduce_scatter_tensor": ("output", "input"),
+    "destroy": (),
 }
 #: Names of the groups that symm serves, without the number that SGLang appends.
 _KINDS = ("tp", "attention_tp", "shared_experts_tp", "moe_tp", "pdmux_prefill_tp")
@@ -74,6 +75,7 @@ def register() -> None:
         "all_reduce": _all_reduce,
         "_all_gather_into_tensor": _all_gather,
         "_reduce_scatter_tensor": _reduce_scatter,
+        "destroy": _destroy,
     }.items():
         hooks.HookRegistry.register(f"{_CLASS}.{method}", hook, hooks.HookType.AROUND)
 
@@ -87,6 +89,12 @@ def _initialize(usual: Callable[..., None], self: Any, *given: Any, **named: Any
         log.warning("symm does not serve group %s, SGLang does: %s", self.unique_name, problem)
         return
     setattr(self, _GROUP, _common.join(log, "SGLang", self, one_node=True))
+
+
+def _destroy(usual: Callable[[Any], None], self: Any) -> None:
+    _common.leave(getattr(self, _GROUP, None))
+    setattr(self, _GROUP, None)
+    usual(self)
 
 
 def _elastic(named: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ log = logging.getLogger("vllm.plugins.symm")
 _MODULE = "vllm.distributed.device_communicators.cpu_communicator"
 #: The classes of that module, and their methods that are replaced or called.
 _SIGNATURES: dict[str, _common.Expected] = {
-    "CpuCommunicator": {"__init__": ("cpu_group", "device", "device_group", "unique_name")},
+    "CpuCommunicator": {"__init__": ("cpu_group", "device", "device_group", "unique_name"), "destroy": ()},
     "_CPUSHMDistributed": {
         "__init__": ("communicator",),
         "make_group_name": ("communicator",),
@@ -62,6 +62,7 @@ def register() -> None:
     _theirs = module._CPUSHMDistributed
     module._CPUSHMDistributed = SymmDistributed
     module.CpuCommunicator.__init__ = _also_without_shm(module.CpuCommunicator.__init__)
+    module.CpuCommunicator.destroy = _also_leaving(module.CpuCommunicator.destroy)
 
 
 def _also_without_shm(initialize: Callable[..., None]) -> Callable[..., None]:
@@ -74,6 +75,17 @@ def _also_without_shm(initialize: Callable[..., None]) -> Callable[..., None]:
             self.supports_tensor_dict = self.dist_module.served
 
     return __init__
+
+
+def _also_leaving(usual: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Returns a ``destroy`` of ``CpuCommunicator`` that also leaves the symm group."""
+
+    def destroy(self: Any) -> None:
+        if isinstance(self.dist_module, SymmDistributed):
+            self.dist_module.leave()
+        usual(self)
+
+    return destroy
 
 
 class SymmDistributed:
@@ -93,6 +105,11 @@ class SymmDistributed:
     def served(self) -> bool:
         """True if symm serves the group."""
         return self._group is not None
+
+    def leave(self) -> None:
+        """Leaves the symm group. No call may follow."""
+        _common.leave(self._group)
+        self._group = None
 
     @staticmethod
     def make_group_name(communicator: Any) -> str:
