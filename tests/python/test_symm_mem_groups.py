@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ranks import meet, run_ranks
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch_symm.launch.ranks import fork
 from torch_symm.symm_mem import _groups, _test_mode, _workspace
-from torch_symm.testing import barrier, init_process_group
+from torch_symm.testing import barrier, init_process_group, shared_tmp_path
 
 
 @pytest.mark.ranks(2)
@@ -69,9 +70,14 @@ def test_a_group_on_two_nodes_is_refused_by_name(rank: int) -> None:
     symm_mem.enable_symm_mem_for_group(pairs[rank // 2].group_name)
 
 
+@pytest.mark.parametrize("torchs_file_store", [False, True])
 @pytest.mark.ranks(3, backend=None, timeout=30)
-def test_ranks_that_do_not_come_are_named(rank: int) -> None:
-    init_process_group(backend="gloo", timeout=2)
+def test_ranks_that_do_not_come_are_named(rank: int, torchs_file_store: bool) -> None:
+    if torchs_file_store:
+        url = f"file://{shared_tmp_path()}/store"
+        dist.init_process_group("gloo", init_method=url, rank=rank, world_size=3, timeout=timedelta(seconds=2))
+    else:
+        init_process_group(backend="gloo", timeout=2)
     if rank != 1:
         with pytest.raises(torch_symm.SymmTimeoutError, match=rf"rank {rank}: .* for rank 1 of 3"):
             symm_mem.enable_symm_mem_for_group(dist.group.WORLD.group_name)

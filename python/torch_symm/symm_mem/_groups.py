@@ -15,7 +15,6 @@ from weakref import WeakSet
 import torch.distributed._symmetric_memory as torchs
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import _resolve_process_group
-from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import GroupName
 
 from torch_symm._native import load
@@ -105,7 +104,7 @@ def _check_one_node(group: Any, group_name: str) -> None:
     for peer in range(ranks):
         try:
             store.wait([str(peer)], timedelta(seconds=max(0.001, deadline - time.monotonic())))
-        except DistStoreError as error:
+        except RuntimeError as error:  # torch's FileStore does not raise the DistStoreError of the other stores
             late = [str(other) for other in range(peer, ranks) if not store.check([str(other)])]
             raise load().SymmTimeoutError(
                 f"rank {rank}: enable_symm_mem_for_group({group_name!r}) waited {timeout.total_seconds():g} s "
