@@ -1,17 +1,25 @@
-"""``torch-symm hello`` and ``torch-symm run``: real ranks, and the parts left to torchrun."""
+"""``torch-symm hello`` and ``torch-symm run``: real ranks, and the parts left to torchrun.
+
+In addition, ranks of all tools that cannot be started or that end within a report.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
+import time
+from multiprocessing.context import ForkProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch_symm
 from torch.distributed import run as torchrun
 from torch_symm import __main__ as entry
+from torch_symm.launch import ranks as launched
 from torch_symm.launch.ranks import Ended, Program
 from torch_symm.tools import hello
 
@@ -114,3 +122,40 @@ def test_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         entry.main(["run", "--help"])
     assert ended.value.code == 0 and "[options of torchrun] PROGRAM" in capsys.readouterr().out
+
+
+def waits(rank: int) -> None:
+    """A rank that does not end by itself while the test runs."""
+    time.sleep(60)
+
+
+def test_ranks_that_were_started_end_if_a_later_one_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launched, "WARM", "fork")
+    processes, usual = list[Any](), ForkProcess.start
+
+    def start(process: ForkProcess) -> None:
+        if processes:
+            raise BlockingIOError("no process is left")
+        processes.append(process)
+        usual(process)
+
+    monkeypatch.setattr(ForkProcess, "start", start)
+    with pytest.raises(BlockingIOError), launched.started(waits, (), 3, warm=True):
+        pass
+    (first,) = processes
+    assert not first.is_alive()
+
+
+def test_a_forked_process_that_cannot_be_tracked_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    forked, pids = launched.Forked(), list[int]()
+
+    def pidfd_open(pid: int) -> int:
+        pids.append(pid)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+    with pytest.raises(OSError, match="Too many open files"):
+        forked.fork(lambda: time.sleep(60))
+    assert not forked.running
+    with pytest.raises(ChildProcessError):  # it has ended and is reaped
+        os.waitpid(pids[0], os.WNOHANG)

@@ -75,10 +75,19 @@ class Forked:
         self._poll = select.poll()
 
     def fork(self, main: Callable[[], object]) -> int:
-        """Calls :func:`fork` and tracks the process."""
+        """Calls :func:`fork` and tracks the process.
+
+        Raises:
+            OSError: the process cannot be started, or cannot be tracked and was killed.
+        """
         pid = fork(main)
-        # Polls a pidfd, because children of the process would keep a pipe open.
-        file = os.pidfd_open(pid)
+        try:
+            # Polls a pidfd, because children of the process would keep a pipe open.
+            file = os.pidfd_open(pid)
+        except BaseException:  # for example, no descriptor is free
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
         self._files[file] = pid
         self._poll.register(file, select.POLLIN)
         return pid
@@ -171,6 +180,9 @@ def started(
     """Starts processes that run ``main(rank, *arguments)``, and ends the remaining ones at exit.
 
     ``warm``: fork them from a process that has imported torch. All have this process's settings and ``settings``.
+
+    Raises:
+        OSError: a process cannot be started; the others have been ended.
     """
     import torch.multiprocessing as mp
     from torch.multiprocessing.spawn import start_processes
@@ -180,7 +192,13 @@ def started(
         mp.get_context(method).set_forkserver_preload(["torch", "torch.distributed.tensor", main.__module__])
     ours = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)} | dict(settings or {})
     given = (main, ours, arguments)
-    context: ProcessContext = start_processes(_run, given, nprocs=world, join=False, start_method=method)  # type: ignore[no-untyped-call]
+    others = multiprocessing.active_children()
+    try:
+        context: ProcessContext = start_processes(_run, given, nprocs=world, join=False, start_method=method)  # type: ignore[no-untyped-call]
+    except BaseException:
+        # A later process cannot be started, and torch does not return the earlier ones.
+        end([process for process in multiprocessing.active_children() if process not in others])
+        raise
     try:
         yield context
     finally:
