@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -159,3 +160,24 @@ def test_a_forked_process_that_cannot_be_tracked_is_killed(monkeypatch: pytest.M
     assert not forked.running
     with pytest.raises(ChildProcessError):  # it has ended and is reaped
         os.waitpid(pids[0], os.WNOHANG)
+
+
+REPORTS = """
+import os, signal, sys
+from torch_symm.launch.messages import MARK, send
+os.write(1, b"progress: 10%")
+send({"step": 1})
+os.write(1, (MARK + "is no message. " + MARK + '{"step": 2} and more').encode())
+send({"text": MARK + "{"})
+os.write(1, (MARK + '{"step": ').encode())
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_messages_are_kept_beside_other_output_and_after_a_kill(tmp_path: Path) -> None:
+    (tmp_path / "symm_test_reports.py").write_text(REPORTS)
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(paths))
+    (ended,) = launched.run([Program("symm_test_reports", [], environment)], 100)
+    assert ended.messages == [{"step": 1}, {"step": 2}, {"text": "torch_symm.message {"}]
+    assert ended.status == -signal.SIGKILL and ended.last_words() == "was killed by SIGKILL"

@@ -6,6 +6,7 @@ import json
 import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from .watch import StalledError, stopped, which
@@ -13,7 +14,7 @@ from .watch import StalledError, stopped, which
 if TYPE_CHECKING:
     from torch.multiprocessing.spawn import ProcessContext
 
-#: Prefix of a line that holds a message; libraries may write other lines.
+#: The text before each message in a program's output. Libraries may write other text, also without a newline.
 MARK = "torch_symm.message "
 POLL_S = 0.2
 
@@ -81,12 +82,19 @@ def reported_in_time(
 
 def send(message: Mapping[str, Any]) -> None:
     """Sends a message from a program to the process that runs it."""
-    print(MARK + json.dumps(message), flush=True)
+    print(f"\n{MARK}{json.dumps(message)}", flush=True)
 
 
 def received(output: str) -> list[dict[str, Any]]:
-    """Returns the messages in a program's output."""
-    return [json.loads(line.removeprefix(MARK)) for line in output.splitlines() if line.startswith(MARK)]
+    """Returns the messages in a program's output, without a message that is cut off because the program was killed."""
+    found, decoder, at = list[dict[str, Any]](), json.JSONDecoder(), output.find(MARK)
+    while at >= 0:
+        at += len(MARK)
+        with suppress(json.JSONDecodeError):
+            message, at = decoder.raw_decode(output, at)
+            found.append(message)
+        at = output.find(MARK, at)
+    return found
 
 
 def sentence(error: BaseException) -> str:
