@@ -8,7 +8,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -19,9 +21,12 @@ from typing import Any
 import pytest
 import torch_symm
 from torch.distributed import run as torchrun
+from torch.multiprocessing import ProcessExitedException
 from torch_symm import __main__ as entry
+from torch_symm.launch import messages
 from torch_symm.launch import ranks as launched
 from torch_symm.launch.ranks import Ended, Program
+from torch_symm.launch.watch import StalledError
 from torch_symm.tools import hello
 
 PROGRAM = """
@@ -181,3 +186,31 @@ def test_messages_are_kept_beside_other_output_and_after_a_kill(tmp_path: Path) 
     (ended,) = launched.run([Program("symm_test_reports", [], environment)], 100)
     assert ended.messages == [{"step": 1}, {"step": 2}, {"text": "torch_symm.message {"}]
     assert ended.status == -signal.SIGKILL and ended.last_words() == "was killed by SIGKILL"
+
+
+def sends_half(rank: int, results: Any, status: int | None) -> None:
+    """Sends a message, and the first byte of a second one of 1000 bytes."""
+    results._sem.acquire()  # as `put` does
+    results._writer.send_bytes(pickle.dumps(rank))
+    os.write(results._writer.fileno(), struct.pack("!i", 1000) + b"x")
+    if status is None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        os._exit(status)
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [(None, ProcessExitedException), (1, ProcessExitedException), (0, StalledError)],
+)
+def test_a_rank_that_ends_within_a_message_ends_the_run(
+    status: int | None, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launched, "WARM", "fork")
+    monkeypatch.setattr(messages, "PARTIAL_POLLS", 3)
+    results, found = launched.queue(), list[int]()
+    with pytest.raises(error), launched.started(sends_half, (results, status), 1, warm=True) as context:
+        for message in messages.reported(context, results, 2):
+            found.append(message)
+    assert found == [0]
+    results._writer.close()  # ends the thread that waits for the rest of the message

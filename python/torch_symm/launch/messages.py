@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 from .watch import StalledError, stopped, which
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 #: The text before each message in a program's output. Libraries may write other text, also without a newline.
 MARK = "torch_symm.message "
 POLL_S = 0.2
+#: Number of polls for which the launcher waits for the rest of a message after all ranks have ended.
+PARTIAL_POLLS = 25
 
 
 def reported(
@@ -36,22 +39,63 @@ def reported(
         torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a process has failed.
     """
     contexts = started if isinstance(started, Sequence) else [started]
-    left = expected
-    while left != 0:
-        try:
-            message = results.get(timeout=POLL_S)
-        except queue.Empty:
-            if all([each.join(timeout=0) for each in contexts]) and results.empty():
-                if left is None:
-                    return
-                raise StalledError(f"the ranks ended with {left} results missing") from None
-            watched()
-            continue
-        if left is not None:
-            left -= isinstance(message, counts)
-        yield message
+    left, late = expected, 0
+    with closing(_Reader(results)) as reader:
+        while left != 0:
+            try:
+                message = reader.get()
+            except queue.Empty:
+                if all([each.join(timeout=0) for each in contexts]) and results.empty():
+                    late += 1
+                    if not reader.is_idle and late < PARTIAL_POLLS:
+                        continue
+                    if left is None:
+                        return
+                    raise StalledError(f"the ranks ended with {left} results missing") from None
+                watched()
+                continue
+            if left is not None:
+                left -= isinstance(message, counts)
+            yield message
     while not all([each.join(timeout=POLL_S) for each in contexts]):
         watched()
+
+
+class _Reader:
+    """Reads a queue on a thread, which blocks for ever if a rank was killed while its message was in the pipe."""
+
+    def __init__(self, results: Any) -> None:
+        self._results = results
+        self._wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._found: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        #: True if the thread does not read. It reads only for a call of `get`, so that no message is lost.
+        self.is_idle = True
+        threading.Thread(target=self._run, name="symm-reports", daemon=True).start()
+
+    def _run(self) -> None:
+        while self._wanted.get():
+            try:
+                self._found.put((self._results.get(timeout=POLL_S), None))
+            except BaseException as error:
+                self._found.put((None, error))
+
+    def get(self) -> Any:
+        """Returns the next message.
+
+        Raises:
+            queue.Empty: no message has arrived within some :data:`POLL_S`, or not all of it.
+        """
+        if self.is_idle:
+            self._wanted.put(True)
+            self.is_idle = False
+        message, error = self._found.get(timeout=2 * POLL_S)
+        self.is_idle = True
+        if error is not None:
+            raise error
+        return message
+
+    def close(self) -> None:
+        self._wanted.put(False)
 
 
 def reported_in_time(
