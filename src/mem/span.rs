@@ -16,6 +16,12 @@ impl Span {
         self.addr as *mut u8
     }
 
+    /// Returns true if the two share a byte.
+    pub fn overlaps(self, other: Self) -> bool {
+        self.addr.saturating_sub(other.addr) < other.bytes
+            && other.addr.saturating_sub(self.addr) < self.bytes
+    }
+
     /// Returns the single piece that `spans` form if each starts where the previous one ends; empty
     /// spans may be anywhere. `None` if they do not form a single piece, or if there are no spans.
     pub fn joined(spans: &[Self]) -> Option<Self> {
@@ -34,6 +40,21 @@ impl Span {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn spans_overlap_if_they_share_a_byte() {
+        let span = |addr, bytes| Span { addr, bytes };
+        let shared = |other: Span| {
+            assert_eq!(span(8, 4).overlaps(other), other.overlaps(span(8, 4)));
+            other.overlaps(span(8, 4))
+        };
+        for other in [span(8, 4), span(11, 9), span(5, 4), span(9, 1), span(0, 99)] {
+            assert!(shared(other), "{other:?}");
+        }
+        for other in [span(12, 9), span(4, 4), span(8, 0), span(9, 0), span(0, 0)] {
+            assert!(!shared(other), "{other:?}");
+        }
+    }
 
     #[test]
     fn spans_that_follow_each_other_are_one() {

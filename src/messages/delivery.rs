@@ -106,9 +106,12 @@ impl MessageTable {
         let Some(send) = self.sends.get(&ticket) else { return Ok(()) };
         let (me, span, dtype) = (send.peer, send.span, send.dtype as u8);
         let posted = self.check_size(control, me, (span.bytes as u64, dtype), posted)?;
-        if span.addr != posted.span.addr {
-            // SAFETY: the sizes are equal (checked above); both spans belong to the user and do not
-            // overlap partially.
+        if span.overlaps(posted.span) {
+            // SAFETY: the sizes are equal (checked above); both spans belong to the user, who may
+            // pass two views of one tensor.
+            unsafe { std::ptr::copy(span.ptr(), posted.span.ptr(), span.bytes) }
+        } else {
+            // SAFETY: as above; they do not overlap.
             unsafe { cpu::copy(posted.span.ptr(), span.ptr(), span.bytes, WriteMode::Cached) }
         }
         self.finish_send(ticket);

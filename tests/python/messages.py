@@ -65,6 +65,19 @@ def to_oneself(rank: int, world: int) -> None:
         assert torch.equal(got, numbers(size // 4, 2))
 
 
+def to_oneself_within_one_tensor(rank: int, world: int) -> None:
+    for size in SIZES[1:]:
+        for shift in (-1, 1, 3, size // 16, size // 4):
+            for receive_first in (False, True):
+                tensor = numbers(size // 4 + abs(shift), 1)
+                begin = max(0, -shift)
+                given, got = tensor[begin:][: size // 4], tensor[begin + shift :][: size // 4]
+                expected = given.clone()
+                calls = [lambda given=given: dist.isend(given, rank), lambda got=got: dist.irecv(got, rank)]
+                finish([call() for call in (calls[::-1] if receive_first else calls)])
+                assert torch.equal(got, expected), (size, shift, receive_first)
+
+
 def all_send_first(rank: int, world: int) -> None:
     peers = [peer for peer in range(world) if peer != rank]
     for count in (3, 1_310_001):
@@ -330,8 +343,8 @@ def any_server(rank: int, world: int) -> None:
 
 #: Scenarios for two or more ranks.
 NAMED = (
-    all_pairs, early_and_late, to_oneself, all_send_first, ring, tags, one_tag, many_open, kinds, objects,
-    beside_collectives, traffic, other_numbers,
+    all_pairs, early_and_late, to_oneself, to_oneself_within_one_tensor, all_send_first, ring, tags, one_tag, many_open,
+    kinds, objects, beside_collectives, traffic, other_numbers,
 )  # fmt: skip
 ANY = (any_to_each, any_in_order, any_open_at_once, any_and_named, any_of_other_tags, any_server)
 

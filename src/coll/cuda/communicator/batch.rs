@@ -9,7 +9,8 @@ use crate::rank::Rank;
 pub(super) type IndexedSpan = (usize, Span);
 
 /// Removes this rank's messages to itself, and pairs each with its destination; both must be in the
-/// same batch.
+/// same batch. The driver's copy requires that they do not overlap; a message to its own place is
+/// left out.
 pub(super) fn take_own(
     me: Rank,
     sends: &mut Vec<IndexedSpan>,
@@ -32,7 +33,15 @@ pub(super) fn take_own(
             incoming.len()
         )));
     }
-    Ok(out.into_iter().zip(incoming).collect())
+    let moved = |&(from, to): &(Span, Span)| from.addr != to.addr;
+    let own: Vec<_> = out.into_iter().zip(incoming).filter(moved).collect();
+    if own.iter().any(|&(from, to)| from.overlaps(to)) {
+        return Err(Error::value(format!(
+            "rank {me} sends itself a tensor that overlaps the tensor which receives it; send a \
+             copy"
+        )));
+    }
+    Ok(own)
 }
 
 /// Removes the first message for each rank; a launch carries one message per rank.
@@ -50,7 +59,11 @@ mod tests {
     use crate::error::ErrorKind;
 
     fn message(rank: usize, bytes: usize) -> IndexedSpan {
-        (rank, Span { addr: 0x1000, bytes })
+        message_at(0x1000, rank, bytes)
+    }
+
+    fn message_at(addr: usize, rank: usize, bytes: usize) -> IndexedSpan {
+        (rank, Span { addr, bytes })
     }
 
     fn lengths(messages: &[IndexedSpan]) -> Vec<(usize, usize)> {
@@ -60,7 +73,8 @@ mod tests {
     #[test]
     fn messages_to_oneself_are_paired_in_their_order() {
         let mut sends = vec![message(1, 5), message(2, 8), message(1, 6)];
-        let mut receives = vec![message(1, 5), message(1, 6), message(0, 7)];
+        let to = |rank, bytes| message_at(0x2000, rank, bytes);
+        let mut receives = vec![to(1, 5), to(1, 6), message(0, 7)];
         let own = take_own(Rank(1), &mut sends, &mut receives).expect("they match");
         assert_eq!(
             own.iter().map(|(from, to)| (from.bytes, to.bytes)).collect::<Vec<_>>(),
@@ -77,6 +91,19 @@ mod tests {
             let error =
                 take_own(Rank(1), &mut sends.clone(), &mut receives.clone()).expect_err("no match");
             error.assert_says(ErrorKind::Value, &["rank 1 sends 1 messages to itself"]);
+        }
+    }
+
+    #[test]
+    fn messages_to_oneself_may_not_overlap_their_destination() {
+        let pairs = |to| {
+            take_own(Rank(1), &mut vec![message(1, 5)], &mut vec![message_at(to, 1, 5)])
+                .map(|pairs| pairs.len())
+        };
+        assert_eq!([0x0ffb, 0x1000, 0x1005].map(|to| pairs(to).expect("apart or same")), [1, 0, 1]);
+        for to in [0x0ffc, 0x1004] {
+            let error = pairs(to).expect_err("they overlap");
+            error.assert_says(ErrorKind::Value, &["rank 1 sends itself", "send a copy"]);
         }
     }
 
