@@ -307,8 +307,7 @@ pub mod ffi {
             wait_all_ranks: bool,
             call_site: u32,
         ) -> Status;
-        /// Collective: makes a window on each rank's memory at its `address`; `device` is negative
-        /// for the host.
+        /// Collective: makes a window on each rank's memory. On the host, `device` is negative.
         fn rendezvous(
             self: &GroupHandle,
             device: i32,
@@ -409,15 +408,15 @@ pub mod ffi {
             out: Span,
         ) -> Status;
         /// Concatenates the inputs of all ranks.
-        fn all_gather(self: &WindowHandle, input: Span, out: Span) -> Status;
-        /// Sends rows of the input to all ranks. `spans` are input, splits, output and layout;
-        /// `rows` are the numbers of rows of the input and the output. See
-        /// `window::operators::exchanges`.
+        fn all_gather(self: &WindowHandle, dtype: i32, input: Span, out: Span) -> Status;
+        /// Sends rows to all ranks. `spans` are input, splits, output and layout; `rows` are the
+        /// numbers of rows of the input and of the output, and the size of a row.
         fn all_to_all_vdev(
             self: &WindowHandle,
             splits: &WindowHandle,
+            dtype: i32,
             spans: [Span; 4],
-            rows: [usize; 2],
+            rows: [usize; 3],
         ) -> Status;
         /// Stores `value` to the word at `address` with release ordering.
         fn store_release(address: usize, value: u32) -> Status;

@@ -182,19 +182,21 @@ impl WindowHandle {
         })
     }
 
-    pub(super) fn all_gather(&self, input: ffi::Span, out: ffi::Span) -> Status {
+    pub(super) fn all_gather(&self, dtype: i32, input: ffi::Span, out: ffi::Span) -> Status {
         // SAFETY: the C++ side passes the data of contiguous tensors that do not overlap.
-        guarded(|| self.with(|window| unsafe { window.all_gather(span(input), span(out)) }))
+        guarded(|| self.with(|window| unsafe { window.all_gather(dtype, span(input), span(out)) }))
     }
 
     pub(super) fn all_to_all_vdev(
         &self,
         splits: &WindowHandle,
+        dtype: i32,
         spans: [ffi::Span; 4],
-        rows: [usize; 2],
+        rows: [usize; 3],
     ) -> Status {
-        let ([input, splits_input, out, layout], [rows, room]) = (spans.map(span), rows);
-        let exchange = RowExchange { input, rows, splits: splits_input, out, room, layout };
+        let ([input, splits_input, out, layout], [rows, room, row]) = (spans.map(span), rows);
+        let exchange =
+            RowExchange { dtype, row, input, rows, splits: splits_input, out, room, layout };
         guarded(|| {
             let splits = splits.window()?;
             // SAFETY: the C++ side passes the data of contiguous tensors; the outputs do not

@@ -199,14 +199,14 @@ impl SymmetricWindow {
         if self.control.exit_reason(self.rank()).is_some() {
             return Err(self.control.destroyed());
         }
-        let slot = SignalPads::slot(channel, self.pad.bytes, self.control.size())?;
+        let slot = SignalPads::slot(channel, self.pad.signal_bytes(), self.control.size())?;
         Ok((slot, timeout.unwrap_or(self.timeout)))
     }
 
     fn on_host(&self) -> SignalPads<'_> {
         // SAFETY: `rendezvous` checked that the pads are cleared memory of all ranks with this
         // size, and it pinned them for the life of `self`.
-        unsafe { SignalPads::new(&self.control, &self.pads, self.pad.bytes) }
+        unsafe { SignalPads::new(&self.control, &self.pads, self.pad.signal_bytes()) }
     }
 
     /// Returns once all ranks have called `barrier` on this `channel`; their earlier writes are

@@ -4,6 +4,7 @@ use super::rendezvous_request::{DroppedWindows, REPORTED, RendezvousRequest};
 use crate::error::Result;
 use crate::mem::layout::MAX_RANKS;
 use crate::symm_mem::Heap;
+use crate::window::operators::agreement::CALL_BYTES;
 use std::collections::{HashMap, VecDeque};
 
 /// Minimum size of a segment from which pads are cut.
@@ -17,7 +18,15 @@ pub(super) struct Pad {
     /// Number of the window, the same on all ranks; 0 before the window is open.
     number: u64,
     pub(super) address: u64,
+    /// Size of the pad, whose last [`CALL_BYTES`] contain the rank's call.
     pub(super) bytes: usize,
+}
+
+impl Pad {
+    /// Returns the size of the part of the pad that has the signals.
+    pub(super) fn signal_bytes(&self) -> usize {
+        self.bytes - CALL_BYTES
+    }
 }
 
 /// The pads in use and the free pads. A pad is free once all ranks have dropped its window, because
@@ -51,9 +60,9 @@ struct OpenWindow {
 const _: () = assert!(MAX_RANKS <= u128::BITS as usize);
 
 impl Pads {
-    /// Returns a pad of at least `bytes` bytes from the heap; not necessarily clear.
+    /// Returns a pad with at least `bytes` bytes for signals from the heap; not necessarily clear.
     pub(super) fn take(&mut self, heap: &Heap, bytes: usize) -> Result<Pad> {
-        let bytes = bytes.max(1).next_multiple_of(ALIGNMENT);
+        let bytes = bytes.max(1).next_multiple_of(ALIGNMENT) + CALL_BYTES;
         if let Some(address) = self.free.get_mut(&bytes).and_then(Vec::pop) {
             return Ok(Pad { number: 0, address, bytes });
         }
@@ -135,7 +144,7 @@ mod tests {
     /// The offer of a rank that has dropped the windows with these numbers.
     fn offer(pad: u64, dropped: [u64; REPORTED]) -> RendezvousRequest {
         let heap = HeapAddress { key: [0; 16], listener: [0; 16], span: 1 };
-        let pad_bytes = BYTES as u64;
+        let pad_bytes = (BYTES + CALL_BYTES) as u64;
         let dropped = DroppedWindows(dropped);
         RendezvousRequest {
             host: true,

@@ -3,6 +3,7 @@
 use crate::control::ControlBlock;
 use crate::error::{Error, Result};
 use crate::symm_mem::HeapAddress;
+use crate::window::operators::agreement::CALL_BYTES;
 
 /// Maximum number of dropped windows that a rank reports in one rendezvous.
 pub(super) const REPORTED: usize = 4;
@@ -101,8 +102,10 @@ pub(super) fn compare(control: &ControlBlock, all: &[RendezvousRequest]) -> Resu
             );
         }
         if offer.pad_bytes != first.pad_bytes {
-            let pad =
-                |offer: &RendezvousRequest| format!("a signal pad of {} bytes", offer.pad_bytes);
+            let pad = |offer: &RendezvousRequest| {
+                let bytes = offer.pad_bytes.saturating_sub(CALL_BYTES as u64);
+                format!("a signal pad of {bytes} bytes")
+            };
             return refused(rank, pad(first), pad(offer));
         }
         let other_count = offer.exact && first.exact && offer.number != first.number;

@@ -6,6 +6,7 @@ P9: a rejection on one rank reaches ranks that wait for its operator.
 from __future__ import annotations
 
 import mmap
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -245,6 +246,78 @@ def test_arguments_are_checked_as_torch_does(rank: int, world_size: int) -> None
             bad()
     assert ops.one_shot_all_reduce(cpu(0), "sum", WORLD).numel() == 0
     assert bool((ops.one_shot_all_reduce(tensor.fill_(1), "sum", WORLD) == world_size).all())
+
+
+def low_gathered(tensor: torch.Tensor) -> object:
+    return ops._low_contention_all_gather(tensor, WORLD)
+
+
+def low_scattered(tensor: torch.Tensor, op: str = "sum") -> object:
+    return ops._low_contention_reduce_scatter(tensor, op, WORLD)
+
+
+def one_shot(tensor: torch.Tensor) -> object:
+    return ops.one_shot_all_reduce(tensor, "sum", WORLD)
+
+
+def two_shot(tensor: torch.Tensor) -> object:
+    return ops.two_shot_all_reduce_(tensor, "sum", WORLD)
+
+
+def scattered(tensor: torch.Tensor) -> object:
+    n = dist.get_world_size()
+    shape = (tensor.shape[0] // n,) if tensor.dim() == 1 else (*tensor.shape[:-1], tensor.shape[-1] // n)
+    return ops.reduce_scatter_out(tensor, WORLD, tensor.dim() > 1, torch.empty(shape, dtype=tensor.dtype))
+
+
+def rows_exchanged(tensor: torch.Tensor, splits: torch.Tensor) -> object:
+    layout = torch.empty(2, dist.get_world_size(), dtype=torch.int64)
+    return ops.all_to_all_vdev(tensor, torch.empty_like(tensor), splits, layout, WORLD)
+
+
+#: The calls of rank 0 and of the other ranks on 48 elements of symmetric memory, and parts of both descriptions.
+DIFFERENT: dict[str, tuple[Callable[..., object], Callable[..., object], tuple[str, str]]] = {
+    "length": (lambda t, s: one_shot(t[:10]), lambda t, s: one_shot(t[:12]), ("10 ×", "12 ×")),
+    "length, two shots": (lambda t, s: two_shot(t[:10]), lambda t, s: two_shot(t[:12]), ("10 ×", "12 ×")),
+    "dtype": (lambda t, s: one_shot(t.view(torch.int32)), lambda t, s: one_shot(t), ("int32", "float32")),
+    "place": (lambda t, s: one_shot(t[:6]), lambda t, s: one_shot(t[6:12]), ("at byte 0", "at byte 24")),
+    "nothing": (lambda t, s: one_shot(t[:0]), lambda t, s: one_shot(t), ("(0 ×", "(48 ×")),
+    "nothing, two shots": (lambda t, s: two_shot(t), lambda t, s: two_shot(t[:0]), ("(48 ×", "(0 ×")),
+    "nothing scattered": (lambda t, s: scattered(t[:0]), lambda t, s: scattered(t), ("(0 ×", "(48 ×")),
+    "nothing gathered": (lambda t, s: low_gathered(t[:0]), lambda t, s: low_gathered(t), ("(0 ×", "(48 ×")),
+    "operator": (lambda t, s: one_shot(t), lambda t, s: two_shot(t), ("one_shot", "two_shot")),
+    "reduction": (lambda t, s: low_scattered(t), lambda t, s: low_scattered(t, "avg"), ("SUM", "AVG")),
+    "rows": (lambda t, s: scattered(t), lambda t, s: scattered(t.view(-1, 12)), ("rows of 192", "rows of 48")),
+    "dtype of a gather": (
+        lambda t, s: low_gathered(t.view(torch.int32)), lambda t, s: low_gathered(t), ("int32", "float32")
+    ),
+    "row of an exchange": (
+        lambda t, s: rows_exchanged(t, s), lambda t, s: rows_exchanged(t.view(-1, 4), s), ("rows of 4", "rows of 16")
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.ranks([2, 3])
+def test_p7_operators_that_differ_are_refused_on_all_ranks(rank: int, world_size: int) -> None:
+    """Nothing has been written, and the group and the window work afterwards."""
+    tensor, splits = cpu(48), cpu(world_size, dtype=torch.int64).zero_()
+    tensor.fill_(rank + 1)
+    for name, (first, others, (one, other)) in DIFFERENT.items():
+        with pytest.raises(torch_symm.SymmMismatchError) as error:
+            (first if rank == 0 else others)(tensor, splits)
+        found = re.search(r"do not agree: rank 0 \(pid \d+\) called (.*), rank 1 \(.*\) called (.*)", str(error.value))
+        assert found and one in found[1] and other in found[2], (name, str(error.value))
+        assert bool((tensor == rank + 1).all()), name
+        total = world_size * (world_size + 1) / 2
+        assert bool((ops.one_shot_all_reduce(tensor, "sum", WORLD) == total).all()), name
+
+
+@pytest.mark.ranks(2)
+def test_nothing_is_reduced_and_gathered(world_size: int) -> None:
+    for empty in (cpu(48)[:0], torch.empty(0)):
+        assert one_shot(empty).numel() == two_shot(empty).numel() == 0  # type: ignore[attr-defined]
+        assert low_gathered(empty).shape == low_scattered(empty).shape == (0,)  # type: ignore[attr-defined]
+    assert scattered(cpu(48)[:0]).numel() == 0  # type: ignore[attr-defined]
 
 
 #: Number of rows on every rank: divisible by 2 and by 3.

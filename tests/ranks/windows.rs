@@ -122,7 +122,7 @@ fn pads_are_used_again_once_all_ranks_have_let_go() {
 }
 
 #[test]
-fn a_rank_that_fails_in_a_collective_waits_for_the_others() {
+fn ranks_that_differ_fail_together_and_a_rank_that_fails_waits_for_the_others() {
     with_ranks(3, |group, me| {
         // A tensor that is neither at the start of its memory nor on a cache line.
         let (window, address) = window(group, 52);
@@ -131,18 +131,22 @@ fn a_rank_that_fails_in_a_collective_waits_for_the_others() {
         let (all, none) = (span(&mut out), Span { addr: 0, bytes: 0 });
         let (before, behind) =
             (Span { addr: input.addr - 16, ..input }, Span { addr: input.addr + 4, ..input });
-        for (bad, given, to, op) in [
-            (0, before, all, ReduceOp::Sum),
-            (1, behind, all, ReduceOp::Sum),
-            (2, input, Span { bytes: 39, ..all }, ReduceOp::Sum),
-            (0, input, all, ReduceOp::BitAnd),
-            (1, Span { bytes: 39, ..input }, all, ReduceOp::Sum),
+        let short = Span { bytes: 39, ..all };
+        for (bad, given, to, op, differs) in [
+            (0, before, all, ReduceOp::Sum, true),
+            (1, behind, all, ReduceOp::Sum, true),
+            (2, input, short, ReduceOp::Sum, false),
+            (0, input, all, ReduceOp::BitAnd, true),
+            (1, Span { bytes: 39, ..input }, all, ReduceOp::Sum, true),
         ] {
             let (given, to, op) =
                 if me == bad { (given, to, op) } else { (input, all, ReduceOp::Sum) };
             let result = unsafe { window.one_shot_all_reduce(DType::F32, op, given, none, to) };
-            assert_eq!(result.is_err(), me == bad, "rank {me}: {result:?}");
-            let error = unsafe { window.all_gather(input, all) }.unwrap_err();
+            assert_eq!(result.is_err(), differs || me == bad, "rank {me}: {result:?}");
+            if differs {
+                assert_eq!(result.unwrap_err().kind, ErrorKind::Mismatch);
+            }
+            let error = unsafe { window.all_gather(6, input, all) }.unwrap_err();
             assert!(error.message.contains("120 bytes do not fit into an output of 40"), "{error}");
         }
         barrier(group, None).unwrap();

@@ -95,7 +95,8 @@ at::Tensor one_shot(
           input.scalar_type(), ", the local input ", local_input->scalar_type());
     }
     if (input.numel() == 0) {
-      return nullptr;
+      // The ranks compare their calls nevertheless.
+      return find_window(input, group_name);
     }
     // Peers read the input while this rank writes its output.
     at::assert_no_overlap(out, input);
@@ -151,7 +152,7 @@ at::Tensor two_shot(
       check_output(input, *output, op);
       at::assert_no_overlap(*output, input);
     }
-    return input.numel() == 0 ? nullptr : window_of(input, group_name, op);
+    return input.numel() == 0 ? find_window(input, group_name) : window_of(input, group_name, op);
   });
   const auto& result = output ? *output : input;
   if (!window) {
@@ -210,15 +211,9 @@ at::Tensor reduce_scatter_out(
           output.numel() == input.numel() / size, "reduce_scatter expected an output of ",
           input.numel() / size, " elements, got ", output.numel());
     }
-    if (input.numel() == 0) {
-      return nullptr;
-    }
     at::assert_no_overlap(output, input);
     return window;
   });
-  if (!window) {
-    return output;
-  }
   // A tensor that is not split along its last dimension has only that one, so it is one row.
   const auto row = static_cast<size_t>(input.size(-1)) * input.element_size();
   run_on(*window, [&](const WindowHandle& handle) {

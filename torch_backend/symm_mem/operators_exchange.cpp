@@ -1,6 +1,7 @@
 // torch.ops.symm_mem operators on CPU tensors that move data or write signals, including the
 // low-contention reductions.
 #include <ATen/MemoryOverlap.h>
+#include <c10/util/accumulate.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include <algorithm>
@@ -55,9 +56,6 @@ at::Tensor low_contention_all_gather(const at::Tensor& tensor, std::string group
     const auto size = membership(group_name, c10::kCPU).size;
     output = tensor.new_empty(stacked(tensor, times(op, tensor.size(0), size)));
     auto found = tensor.is_contiguous() ? find_window(tensor, group_name) : nullptr;
-    if (tensor.numel() == 0) {
-      return nullptr;
-    }
     if (!found) {
       const auto input = tensor.contiguous();
       Operation operation(::c10d::OpType::_ALLGATHER_BASE, "symm:all_gather");
@@ -72,7 +70,7 @@ at::Tensor low_contention_all_gather(const at::Tensor& tensor, std::string group
     return output;
   }
   run_on(*window, [&](const WindowHandle& handle) {
-    return handle.all_gather(span_of(tensor), span_of(output));
+    return handle.all_gather(dtype_of(tensor), span_of(tensor), span_of(output));
   });
   return output;
 }
@@ -93,9 +91,6 @@ at::Tensor low_contention_reduce_scatter(
         tensor.sizes(), " cannot be divided among ", size, " ranks");
     output = tensor.new_empty(stacked(tensor, tensor.size(0) / size));
     auto found = tensor.is_contiguous() ? find_window(tensor, group_name) : nullptr;
-    if (tensor.numel() == 0) {
-      return nullptr;
-    }
     if (!found) {
       const auto input = tensor.contiguous();
       Operation operation(::c10d::OpType::_REDUCE_SCATTER_BASE, "symm:reduce_scatter");
@@ -153,11 +148,13 @@ void all_to_all_vdev(
     at::assert_no_overlap(out_splits_offsets, in_splits);
     return std::pair(std::move(window), std::move(splits));
   });
+  const auto row = c10::multiply_integers(input.sizes().slice(1)) * input.element_size();
   run_on(*window, [&](const WindowHandle& handle) {
     return handle.all_to_all_vdev(
-        splits->handle(),
+        splits->handle(), dtype_of(input),
         {span_of(input), span_of(in_splits), span_of(out), span_of(out_splits_offsets)},
-        {static_cast<size_t>(input.size(0)), static_cast<size_t>(out.size(0))});
+        {static_cast<size_t>(input.size(0)), static_cast<size_t>(out.size(0)),
+         static_cast<size_t>(row)});
   });
 }
 

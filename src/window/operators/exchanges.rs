@@ -1,8 +1,10 @@
 //! Exchanges: data moves bit for bit, whatever its type.
 #![allow(unsafe_code, reason = "the bytes of tensors, by their addresses")]
 
+use super::agreement::{Operator, OperatorCall};
 use super::splits::Splits;
 use super::{Inputs, output};
+use crate::dtype::ReduceOp;
 use crate::error::Result;
 use crate::kernels::cpu::{self, WriteMode};
 use crate::mem::span::Span;
@@ -12,6 +14,10 @@ use crate::window::SymmetricWindow;
 /// The rows that a rank sends and receives in an all-to-all.
 #[derive(Clone, Copy, Debug)]
 pub struct RowExchange {
+    /// The value of `c10::ScalarType` of the input and the output.
+    pub dtype: i32,
+    /// Size of a row in bytes.
+    pub row: usize,
     /// This rank's rows, in the order of the ranks that receive them; rows beyond the sum of the
     /// splits are not sent.
     pub input: Span,
@@ -52,13 +58,24 @@ impl Inputs<'_> {
 }
 
 impl SymmetricWindow {
-    /// All-gather: `out` receives the inputs of all ranks, in rank order.
+    /// All-gather: `out` receives the inputs of all ranks, in rank order. The ranks compare
+    /// `dtype`, the value of `c10::ScalarType`.
     ///
     /// # Safety
     /// `out` can be written and overlaps no input; nothing else on this rank accesses `out` or an
     /// input meanwhile.
-    pub unsafe fn all_gather(&self, input: Span, out: Span) -> Result<()> {
-        self.together(|| {
+    pub unsafe fn all_gather(&self, dtype: i32, input: Span, out: Span) -> Result<()> {
+        let call = OperatorCall {
+            operator: Operator::AllGather,
+            dtype,
+            reduce_op: ReduceOp::Sum,
+            bytes: input.bytes,
+            detail: 0,
+        };
+        self.together(&call, input, || {
+            if input.bytes == 0 {
+                return Ok(());
+            }
             let (inputs, to) = (self.inputs(input)?, output(out, input.bytes * self.size())?);
             for from in self.own_first() {
                 let theirs = inputs.at(from, &(0..input.bytes));
@@ -88,9 +105,16 @@ impl SymmetricWindow {
         splits: &SymmetricWindow,
         exchange: &RowExchange,
     ) -> Result<()> {
-        let RowExchange { input, rows, out, room, layout, .. } = *exchange;
-        let row = input.bytes.checked_div(rows).unwrap_or(0);
-        self.together(|| {
+        let RowExchange { dtype, row, input, rows, out, room, layout, .. } = *exchange;
+        let begin = splits.buffers[self.rank().index()] as usize;
+        let call = OperatorCall {
+            operator: Operator::AllToAllVdev,
+            dtype,
+            reduce_op: ReduceOp::Sum,
+            bytes: row,
+            detail: exchange.splits.addr.wrapping_sub(begin),
+        };
+        self.together(&call, input, || {
             let (inputs, splits) = (self.inputs(input)?, splits.inputs(exchange.splits)?);
             let to = output(out, room * row)?;
             // step 1: read and check the splits of all ranks

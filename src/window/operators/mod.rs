@@ -4,13 +4,15 @@
 //! - [`reductions`]: one-shot and two-shot all-reduce, reduce-scatter
 //! - [`exchanges`]: all-gather, all-to-all
 //! - [`splits`]: how many rows of an all-to-all each rank sends to each other rank; pure
+//! - [`agreement`]: compares the ranks' calls before any rank reads another's memory
 //!
 //! A collective starts and ends with a barrier, so its input may be written before the call and
 //! after it. An input is a tensor in this rank's buffer, and the others' inputs are at the same
-//! offset in their buffers. No byte outside of the window is read, whatever the peers write. Inputs
-//! are not compared: if their lengths differ, results are undefined.
+//! offset in their buffers. No byte outside of the window is read, whatever the peers write. If the
+//! ranks' calls differ, all ranks fail with the same error before they reduce anything.
 #![allow(unsafe_code, reason = "the bytes of tensors, by their addresses")]
 
+pub(crate) mod agreement;
 pub mod exchanges;
 pub mod reductions;
 mod splits;
@@ -19,6 +21,7 @@ use super::SymmetricWindow;
 use crate::error::{Error, Result};
 use crate::mem::span::Span;
 use crate::rank::Rank;
+use agreement::OperatorCall;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -91,12 +94,18 @@ impl SymmetricWindow {
         self.barrier(CHANNEL, None, 0)
     }
 
-    /// Runs `steps` between two barriers: all ranks have arrived before they start, and no rank
-    /// returns before all have finished. A rank whose steps fail still enters the second barrier,
-    /// because the others may succeed.
-    fn together<T>(&self, steps: impl FnOnce() -> Result<T>) -> Result<T> {
+    /// Runs `steps` of `call` on `input` between two barriers: all ranks have made the same call
+    /// before they start, and no rank returns before all have finished. A rank whose steps fail
+    /// still enters the second barrier, because the others may succeed.
+    fn together<T>(
+        &self,
+        call: &OperatorCall,
+        input: Span,
+        steps: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        self.publish_call(call, input)?;
         self.meet()?;
-        let outcome = steps();
+        let outcome = self.compare_calls().and_then(|()| steps());
         self.meet()?;
         outcome
     }

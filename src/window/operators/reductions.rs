@@ -1,6 +1,7 @@
 //! Reductions: elements combine in the group's order, so all ranks get the same bits.
 #![allow(unsafe_code, reason = "the bytes of tensors, by their addresses")]
 
+use super::agreement::{Operator, OperatorCall};
 use super::{Inputs, output};
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
@@ -39,6 +40,17 @@ fn pieces(
         .step_by(row)
         .map(move |begin| begin + piece * rank.index())
         .map(move |begin| begin..begin + piece))
+}
+
+/// Returns the call of a reduction.
+fn called(
+    operator: Operator,
+    dtype: DType,
+    reduce_op: ReduceOp,
+    input: Span,
+    detail: usize,
+) -> OperatorCall {
+    OperatorCall { operator, dtype: dtype as i32, reduce_op, bytes: input.bytes, detail }
 }
 
 impl Inputs<'_> {
@@ -101,8 +113,12 @@ impl SymmetricWindow {
         // step 1: copy `local` to where the other ranks read; they have left the previous call
         // SAFETY: the caller's promise.
         let filled = unsafe { self.fill(input, local) };
-        self.together(|| {
+        let call = called(Operator::OneShotAllReduce, dtype, op, input, 0);
+        self.together(&call, input, || {
             filled?;
+            if input.bytes == 0 {
+                return Ok(());
+            }
             // step 2: reduce all
             let to = output(out, input.bytes)?;
             // SAFETY: all ranks are in the call and write to no input; `output` checked the
@@ -141,7 +157,8 @@ impl SymmetricWindow {
     ) -> Result<()> {
         let (me, n) = (self.rank(), self.size());
         // step 1: reduce my part in place in my input
-        let (inputs, to) = self.together(|| {
+        let call = called(Operator::TwoShotAllReduce, dtype, op, input, 0);
+        let (inputs, to) = self.together(&call, input, || {
             let (inputs, to) = (self.inputs(input)?, output(out, input.bytes)?);
             let mine = part(input.bytes, me, n);
             // SAFETY: all ranks are in the call, and only this one reads or writes its part of its
@@ -149,6 +166,9 @@ impl SymmetricWindow {
             unsafe { inputs.reduce(dtype, op, &mine, inputs.at(me, &mine))? };
             Ok((inputs, to))
         })?;
+        if input.bytes == 0 {
+            return Ok(());
+        }
         // step 2: fetch each part from the rank that has reduced it; skip my own if the call is in
         // place
         let in_place = out.addr == input.addr;
@@ -183,7 +203,11 @@ impl SymmetricWindow {
         row: usize,
         out: Span,
     ) -> Result<()> {
-        self.together(|| {
+        let call = called(Operator::ReduceScatter, dtype, op, input, row);
+        self.together(&call, input, || {
+            if input.bytes == 0 {
+                return Ok(());
+            }
             let (inputs, mut to) = (self.inputs(input)?, output(out, input.bytes / self.size())?);
             for piece in pieces(input.bytes, row, self.rank(), self.size())? {
                 // SAFETY: all ranks are in the call and write to no input; `output` checked the
