@@ -315,8 +315,9 @@ pub mod ffi {
             pad_bytes: usize,
             timeout_ms: i64,
         ) -> WindowResult;
-        /// Reports to the ranks that wait for a collective that this rank rejected the collective
-        /// because of `text`.
+        /// Returns once all ranks have called it; fails on all ranks if their texts differ.
+        fn compare_operators(self: &GroupHandle, call: &str) -> Status;
+        /// Reports to the waiting ranks that this rank rejected a collective because of `text`.
         fn reject(self: &GroupHandle, text: &str);
         /// Reports, as `reject` does, a rejected operator on symmetric memory of the host.
         fn reject_operator(self: &GroupHandle, text: &str);

@@ -6,6 +6,7 @@
 pub mod device;
 mod join;
 mod monitored_barrier;
+mod operators;
 mod rejection;
 
 use crate::bootstrap;

@@ -150,6 +150,10 @@ impl GroupHandle {
         })
     }
 
+    pub(super) fn compare_operators(&self, call: &str) -> ffi::Status {
+        guarded(|| self.with(|group| group.compare_operators(call)))
+    }
+
     pub(super) fn reject(&self, text: &str) {
         guarded(|| self.done(|group| group.reject(text.to_owned())));
     }

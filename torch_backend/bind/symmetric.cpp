@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include "bind/bind.hpp"
+#include "symm_mem/operators.hpp"
 #include "symm_mem/symmetric_memory.hpp"
 
 namespace py = pybind11;
@@ -24,6 +25,12 @@ void bind_symmetric_memory(py::module_& module) {
       .def(
           "get_remote_tensor", &SymmetricWindow::get_remote_tensor, py::arg("peer"),
           py::arg("sizes"), py::arg("dtype"));
+  module.def(
+      "_compare_operators", &compare_operators, py::arg("group_name"), py::arg("call"),
+      "Returns once all ranks have called it; raises on all ranks if their calls differ.");
+  module.def(
+      "_reject_operator", &reject_operator, py::arg("group_name"), py::arg("reason"),
+      "Notifies ranks that wait for this one that it has rejected an operator on CPU tensors.");
   register_symmetric_memory();
 }
 

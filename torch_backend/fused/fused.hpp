@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "fused/workspace.hpp"
+#include "symm_mem/operators.hpp"
 #include "symm/src/bridge/fused.rs.h"
 
 namespace symm {
@@ -44,6 +45,17 @@ at::Tensor matmul_reduce_scatter_shape(
 void check_factors(
     const char* op, const char* left_name, const at::Tensor& left, const char* right_name,
     const at::Tensor& right);
+
+// Runs the `checks` of an operator's arguments. If they fail for tensors of the CPU, the ranks that
+// wait for this one are notified.
+template <typename Checks>
+void check_on(at::Device device, const std::string& group_name, Checks checks) {
+  if (device.is_cpu()) {
+    check_arguments(group_name, checks);
+  } else {
+    checks();
+  }
+}
 
 // Returns the number by which the Rust core knows the device; -1 is the CPU.
 int32_t number_of(at::Device device);

@@ -118,10 +118,12 @@ std::tuple<at::Tensor, std::vector<at::Tensor>> all_gather_matmul(
     at::TensorList factors,
     const std::string& group_name,
     bool return_gathered) {
-  TORCH_CHECK_VALUE(!factors.empty(), kOp, ": Bs is empty");
-  for (const auto& factor : factors) {
-    check_factors(kOp, "A_shard", shard, "B", factor);
-  }
+  check_on(shard.device(), group_name, [&] {
+    TORCH_CHECK_VALUE(!factors.empty(), kOp, ": Bs is empty");
+    for (const auto& factor : factors) {
+      check_factors(kOp, "A_shard", shard, "B", factor);
+    }
+  });
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::DeviceGuard guard(shard.device());
   const auto workspace = Workspace::of(group_name, shard.device());

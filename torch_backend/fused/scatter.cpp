@@ -117,14 +117,17 @@ class ScatterCall final : public FusedOperator {
 
 at::Tensor matmul_reduce_scatter(
     const at::Tensor& left, const at::Tensor& right, bool mean, const std::string& group_name) {
-  check_factors(kScatterOp, "A", left, "B", right);
+  check_on(
+      left.device(), group_name, [&] { check_factors(kScatterOp, "A", left, "B", right); });
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::DeviceGuard guard(left.device());
   const auto workspace = Workspace::of(group_name, left.device());
   const auto n = workspace->size();
-  TORCH_CHECK_VALUE(
-      left.size(0) % n == 0, kScatterOp, ": the ", left.size(0),
-      " rows of A cannot be divided among ", n, " ranks; the number of rows must be a multiple");
+  check_on(left.device(), group_name, [&] {
+    TORCH_CHECK_VALUE(
+        left.size(0) % n == 0, kScatterOp, ": the ", left.size(0),
+        " rows of A cannot be divided among ", n, " ranks; the number of rows must be a multiple");
+  });
   if (n == 1) {
     return at::mm(left, right);
   }

@@ -34,11 +34,20 @@ WindowPtr window_of(
   return window;
 }
 
-void refused(const std::string& group_name) {
-  const auto reason = status_of(std::current_exception()).message;
+void reject_operator(const std::string& group_name, const std::string& reason) {
   if (const auto group = joined_group(group_name, c10::kCPU)) {
     (*group)->reject_operator(reason);
   }
+}
+
+void compare_operators(const std::string& group_name, const std::string& call) {
+  const auto member = membership(group_name, c10::kCPU);
+  check(without_gil([&] { return (*member.group)->compare_operators(call); }));
+}
+
+void refused(const std::string& group_name) {
+  const auto reason = status_of(std::current_exception()).message;
+  reject_operator(group_name, std::string(reason));
   throw;
 }
 

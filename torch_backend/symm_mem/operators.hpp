@@ -30,6 +30,14 @@ int64_t times(const char* op, int64_t a, int64_t b);
 // Returns the tensor's dtype for the core.
 int32_t dtype_of(const at::Tensor& tensor);
 
+// Notifies the ranks that wait for this rank in an operator on CPU tensors that this rank has
+// rejected its arguments because of `reason`. Has no effect if the group has not been joined.
+void reject_operator(const std::string& group_name, const std::string& reason);
+
+// Returns once all ranks of the group have called it; throws on all ranks if their `call`s, which
+// describe an operator on CPU tensors, differ. Joins the group if necessary.
+void compare_operators(const std::string& group_name, const std::string& call);
+
 // Rethrows the current exception. If the group has been joined, first notifies the ranks that wait
 // for this rank in an operator that this rank has rejected its arguments.
 [[noreturn]] void refused(const std::string& group_name);

@@ -7,13 +7,11 @@ from typing import Any
 import torch
 
 from torch_symm.symm_mem import _fallbacks
+from torch_symm.symm_mem._agreement import compare, described, rejecting
 from torch_symm.symm_mem._groups import resolve
 from torch_symm.symm_mem._layout import from_rows, rows_of
 from torch_symm.symm_mem._native_operators import native
-from torch_symm.symm_mem._pipeline import (
-    _pipelined_all_gather_and_consume,
-    _pipelined_multi_all_gather_and_consume,
-)
+from torch_symm.symm_mem._pipeline import gather_and_consume
 from torch_symm.symm_mem._scales import ScaledMatmul, ScaleMode, dtype_of, gather_mode
 
 
@@ -52,8 +50,13 @@ def fused(
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """Implements ``fused_all_gather_matmul`` through symmetric memory."""
     ranks = resolve(group_name).size()
-    check(A, Bs, gather_dim, ranks)
-    check_dtypes(A, Bs)
+    with rejecting(group_name, A.device):
+        check(A, Bs, gather_dim, ranks)
+        check_dtypes(A, Bs)
+    # Each rank has factors of its own. Without any, it uses another workspace.
+    without = "" if Bs else ", no products"
+    call = f"fused_all_gather_matmul({described(A.shape, A.dtype)}, dimension {gather_dim}{without})"
+    compare(group_name, A.device, call)
     with torch.profiler.record_function("fused_all_gather_matmul"):
         if gather_dim == A.dim() - 1:
             return _last_dim(A, Bs, group_name, ranks, return_A)
@@ -77,11 +80,11 @@ def _pipelined(
     products = [rows.new_empty(gathered.shape[0], B.shape[1]) for B in Bs]
     pieces = [product.chunk(ranks) for product in products]
 
-    def multiply(part: torch.Tensor, rank: int) -> None:
+    def multiply(parts: list[torch.Tensor], rank: int) -> None:
         for B, piece in zip(Bs, pieces, strict=True):
-            torch.mm(part, B, out=piece[rank])
+            torch.mm(parts[0], B, out=piece[rank])
 
-    _pipelined_all_gather_and_consume(rows, multiply, gathered, group_name, return_A)
+    gather_and_consume([rows], multiply, [gathered], group_name, return_A)
     return gathered, products
 
 
@@ -94,10 +97,10 @@ def _last_dim(
     columns = whole.view(rows.shape[0], rows.shape[1] * ranks).chunk(ranks, dim=1)
     landed = rows.new_empty(rows.shape[0] * ranks, rows.shape[1])
 
-    def place(part: torch.Tensor, rank: int) -> None:
-        columns[rank].copy_(part)
+    def place(parts: list[torch.Tensor], rank: int) -> None:
+        columns[rank].copy_(parts[0])
 
-    _pipelined_all_gather_and_consume(rows, place, landed, group_name, ag_out_needed=False)
+    gather_and_consume([rows], place, [landed], group_name, ag_out_needed=False)
     return whole if return_A else None, [torch.matmul(whole, B) for B in Bs]
 
 
@@ -163,10 +166,16 @@ def fused_scaled(
     use_fast_accum: list[bool],
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Implements ``fused_all_gather_scaled_matmul`` through symmetric memory."""
-    matmuls = _scaled_matmuls(Bs, B_scales, biases, result_scales, out_dtypes, use_fast_accum)
     ranks = resolve(group_name).size()
-    check_scaled(A, matmuls, gather_dim, ranks)
-    mode = gather_mode(A, A_scale, gather_dim, ranks)
+    with rejecting(group_name, A.device):
+        matmuls = _scaled_matmuls(Bs, B_scales, biases, result_scales, out_dtypes, use_fast_accum)
+        check_scaled(A, matmuls, gather_dim, ranks)
+        mode = gather_mode(A, A_scale, gather_dim, ranks)
+        for matmul in matmuls:
+            matmul.check(A, A_scale)
+    scaled_by = f"scales of {A_scale.dtype} for {mode.value}"
+    call = f"fused_all_gather_scaled_matmul({described(A.shape, A.dtype)}, dimension {gather_dim}, {scaled_by})"
+    compare(group_name, A.device, call)
     with torch.profiler.record_function("fused_all_gather_scaled_matmul"):
         shape = list(A.shape)
         shape[gather_dim] *= ranks
@@ -185,11 +194,11 @@ def fused_scaled(
 
         if mode is ScaleMode.SHARDED_ROWS:
             all_scales = scales.new_empty(scales.shape[0] * ranks, 1)
-            _pipelined_multi_all_gather_and_consume([rows, scales], multiply, [gathered, all_scales], group_name)
+            gather_and_consume([rows, scales], multiply, [gathered, all_scales], group_name)
         else:
             scale_of = [scales] * ranks if mode is ScaleMode.TENSOR else scales.chunk(ranks)
-            _pipelined_all_gather_and_consume(
-                rows, lambda part, rank: multiply([part, scale_of[rank]], rank), gathered, group_name
+            gather_and_consume(
+                [rows], lambda parts, rank: multiply([*parts, scale_of[rank]], rank), [gathered], group_name
             )
         whole = from_rows(gathered, shape, gather_dim)
         return whole, [from_rows(result, shape, gather_dim) for result in results]

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from torch_symm.symm_mem import _fallbacks
+from torch_symm.symm_mem._agreement import compare, described, rejecting
 from torch_symm.symm_mem._all_gather_matmul import check_dtypes
 from torch_symm.symm_mem._groups import resolve
 from torch_symm.symm_mem._layout import from_rows, packed, rows_of
 from torch_symm.symm_mem._native_operators import native
-from torch_symm.symm_mem._pipeline import _pipelined_produce_and_all2all
+from torch_symm.symm_mem._pipeline import produce_and_exchange
 from torch_symm.symm_mem._scales import ScaledMatmul, dtype_of
 
 #: Types that are summed in their own precision. Other floats are summed in fp32 and rounded once.
@@ -50,8 +51,12 @@ def fallback(A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int,
 def fused(A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> torch.Tensor:
     """Implements ``fused_matmul_reduce_scatter`` through symmetric memory."""
     ranks = resolve(group_name).size()
-    check(A, B, reduce_op, scatter_dim, ranks)
-    check_dtypes(A, [B])
+    with rejecting(group_name, A.device):
+        check(A, B, reduce_op, scatter_dim, ranks)
+        check_dtypes(A, [B])
+    product = described((*A.shape[:-1], B.shape[1]), A.dtype)
+    call = f"fused_matmul_reduce_scatter(product {product}, {reduce_op}, dimension {scatter_dim})"
+    compare(group_name, A.device, call)
     average = reduce_op == "avg"
     with torch.profiler.record_function("fused_matmul_reduce_scatter"):
         if scatter_dim == A.dim() - 1:
@@ -92,7 +97,7 @@ def _exchanged(
     produce: Callable[[int, torch.Tensor], object], stacked: torch.Tensor, group_name: str
 ) -> tuple[torch.Tensor, ...]:
     """Returns the parts that all ranks produced for this one, in rank order, as views of ``stacked``."""
-    _pipelined_produce_and_all2all(produce, stacked, group_name)
+    produce_and_exchange(produce, stacked, group_name)
     return stacked.chunk(resolve(group_name).size())
 
 
@@ -182,8 +187,13 @@ def fused_scaled(
     """Implements ``fused_scaled_matmul_reduce_scatter`` through symmetric memory."""
     dims = (orig_scatter_dim, scatter_dim_after_maybe_reshape)
     ranks = resolve(group_name).size()
-    A, A_scale = _scaled_arguments(A, B, A_scale, reduce_op, *dims, ranks, output_shape)
-    matmul = ScaledMatmul(B, B_scale, bias, result_scale, dtype_of(out_dtype), use_fast_accum)
+    with rejecting(group_name, A.device):
+        A, A_scale = _scaled_arguments(A, B, A_scale, reduce_op, *dims, ranks, output_shape)
+        matmul = ScaledMatmul(B, B_scale, bias, result_scale, dtype_of(out_dtype), use_fast_accum)
+        matmul.check(A, A_scale)
+    product = described((*A.shape[:-1], B.shape[1]), matmul.result_dtype(A))
+    call = f"fused_scaled_matmul_reduce_scatter(product {product}, {reduce_op}, dimension {orig_scatter_dim})"
+    compare(group_name, A.device, call)
     with torch.profiler.record_function("fused_scaled_matmul_reduce_scatter"):
         shape = _piece_shape(A.shape, B, orig_scatter_dim, ranks)
         rows = rows_of(A, orig_scatter_dim)

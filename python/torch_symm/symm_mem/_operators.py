@@ -10,6 +10,7 @@ import torch
 
 from torch_symm._inductor import add_collectives
 from torch_symm.symm_mem import _all_gather_matmul, _matmul_reduce_scatter
+from torch_symm.symm_mem._agreement import reject
 from torch_symm.symm_mem._groups import in_test_mode
 
 
@@ -40,9 +41,12 @@ class Operator(NamedTuple):
                     continue
                 first = first or (name, tensor.device)
                 if tensor.device != first[1]:
-                    raise ValueError(
+                    error = ValueError(
                         f"{self.name}: {name} is on {tensor.device}, {first[0]} on {first[1]}; move them to one device"
                     )
+                    given = {**dict(zip(_names(self.arguments), args, strict=False)), **kwargs}
+                    reject(given["group_name"], first[1], error)
+                    raise error
 
 
 @functools.cache
@@ -102,7 +106,7 @@ def fused_all_gather_matmul(
     dimension as ``gather_dim``, the results are contiguous. Not differentiable.
 
     Args:
-        A_shard: at least two-dimensional, of equal shape on all ranks.
+        A_shard: at least two-dimensional, of equal shape and dtype on all ranks.
         Bs: matrices with as many rows as ``A_shard`` has in its last dimension.
         gather_dim: from 0 on.
         group_name: the group of the ranks.
@@ -110,7 +114,10 @@ def fused_all_gather_matmul(
 
     Raises:
         ValueError: shapes or ``gather_dim`` do not fit.
-        SymmTimeoutError, SymmPeerError, SymmMismatchError: ranks are late, have ended, or have other shapes.
+        SymmTimeoutError, SymmPeerError: ranks are late, or have ended.
+        SymmMismatchError: on CPU tensors, ranks called another operator, or with other shapes, dtypes or dimensions, or
+            a rank rejected its arguments. On CUDA tensors the ranks' calls are not compared; if they differ, results
+            are wrong, or the ranks wait until their deadline.
     """
     result: tuple[torch.Tensor | None, list[torch.Tensor]] = torch.ops.symm.fused_all_gather_matmul(
         A_shard, list(Bs), gather_dim, group_name, return_A=return_A
@@ -143,6 +150,7 @@ def fused_all_gather_scaled_matmul(
 
     Raises:
         ValueError: shapes, ``gather_dim`` or the lists' lengths do not fit.
+        SymmTimeoutError, SymmPeerError, SymmMismatchError: as in :func:`fused_all_gather_matmul`.
     """
     lists = (list(biases), list(result_scales), list(out_dtypes), list(use_fast_accum))
     result: tuple[torch.Tensor, list[torch.Tensor]] = torch.ops.symm.fused_all_gather_scaled_matmul(
@@ -161,14 +169,15 @@ def fused_matmul_reduce_scatter(
     memory (:func:`restride_A_for_fused_matmul_reduce_scatter`). Not differentiable.
 
     Args:
-        A, B: matrices, ``A`` with leading dimensions or without; of equal shapes on all ranks.
+        A, B: matrices, ``A`` with leading dimensions or without; the products of all ranks have equal shapes.
         reduce_op: ``"sum"`` or ``"avg"``.
         group_name: the group of the ranks.
         scatter_dim: of the product, from 0 on; the ranks must divide it.
 
     Raises:
         ValueError: shapes, ``scatter_dim`` or ``reduce_op`` do not fit.
-        SymmTimeoutError, SymmPeerError, SymmMismatchError: ranks are late, have ended, or have other shapes.
+        SymmTimeoutError, SymmPeerError, SymmMismatchError: as in :func:`fused_all_gather_matmul`. The ranks also
+            compare ``reduce_op``.
     """
     result: torch.Tensor = torch.ops.symm.fused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
     return result
@@ -204,6 +213,7 @@ def fused_scaled_matmul_reduce_scatter(
 
     Raises:
         ValueError: shapes, dimensions or ``reduce_op`` do not fit.
+        SymmTimeoutError, SymmPeerError, SymmMismatchError: as in :func:`fused_matmul_reduce_scatter`.
     """
     shape = None if output_shape is None else list(output_shape)
     dims = (orig_scatter_dim, scatter_dim_after_maybe_reshape)

@@ -14,6 +14,7 @@ from functools import cache
 import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 
+from torch_symm.symm_mem._agreement import compare, described, rejecting
 from torch_symm.symm_mem._groups import resolve
 from torch_symm.symm_mem._workspace import used
 
@@ -44,9 +45,25 @@ def _pipelined_multi_all_gather_and_consume(
 
     Raises:
         ValueError: the shapes or layouts differ from this description.
+        SymmMismatchError: on CPU tensors, the ranks' shards have different shapes or dtypes.
     """
+    device = shard[0].device
+    with rejecting(group_name, device):
+        _check_gathered(shard, ag_out, resolve(group_name).size())
+    shards = ", ".join(described(part.shape, part.dtype) for part in shard)
+    compare(group_name, device, f"_pipelined_multi_all_gather_and_consume({shards})")
+    gather_and_consume(shard, shard_consumer, ag_out, group_name, ag_out_needed)
+
+
+def gather_and_consume(
+    shard: list[torch.Tensor],
+    shard_consumer: Callable[[list[torch.Tensor], int], None],
+    ag_out: list[torch.Tensor],
+    group_name: str,
+    ag_out_needed: bool = True,
+) -> None:
+    """Implements :func:`_pipelined_multi_all_gather_and_consume` for calls that are the same on all ranks."""
     ranks = resolve(group_name).size()
-    _check_gathered(shard, ag_out, ranks)
     device = shard[0].device
     starts, size = _places(shard)
     on_cpu = device.type == "cpu"
@@ -114,10 +131,25 @@ def _pipelined_produce_and_all2all(
 
     Raises:
         ValueError: the ranks do not divide ``out_chunk_dim``.
+        SymmMismatchError: on CPU tensors, the ranks' outputs have different shapes or dtypes.
     """
     ranks = resolve(group_name).size()
-    if output.shape[out_chunk_dim] % ranks:
-        raise ValueError(f"{ranks} ranks do not divide dimension {out_chunk_dim} of {tuple(output.shape)}")
+    with rejecting(group_name, output.device):
+        if output.shape[out_chunk_dim] % ranks:
+            raise ValueError(f"{ranks} ranks do not divide dimension {out_chunk_dim} of {tuple(output.shape)}")
+    whole = described(output.shape, output.dtype)
+    compare(group_name, output.device, f"_pipelined_produce_and_all2all({whole}, dimension {out_chunk_dim})")
+    produce_and_exchange(chunk_producer, output, group_name, out_chunk_dim)
+
+
+def produce_and_exchange(
+    chunk_producer: Callable[[int, torch.Tensor], object],
+    output: torch.Tensor,
+    group_name: str,
+    out_chunk_dim: int = 0,
+) -> None:
+    """Implements :func:`_pipelined_produce_and_all2all` for calls that are the same on all ranks."""
+    ranks = resolve(group_name).size()
     chunks = output.chunk(ranks, dim=out_chunk_dim)
     stride = _aligned(chunks[0].numel() * chunks[0].element_size())
     on_cpu = output.device.type == "cpu"

@@ -64,6 +64,11 @@ class ScaledMatmul:
         )
         return product
 
+    def check(self, A: torch.Tensor, A_scale: torch.Tensor) -> None:
+        """Raises what products of ``A`` would raise, unless ``A`` is on a GPU or each row has a scale."""
+        if A.device.type == "cpu" and A_scale.numel() == 1:
+            self(A.new_empty(1, A.shape[-1]), A_scale)
+
     def into(self, A: torch.Tensor, A_scale: torch.Tensor, out: torch.Tensor) -> None:
         """Writes the product to ``out``."""
         if A_scale.data_ptr() % 16:  # a slice of a longer tensor; cuBLAS requires 16-byte alignment

@@ -42,7 +42,8 @@ def get_symm_mem_workspace(group_name: str, min_size: int, *, device: torch.devi
 
     Raises:
         RuntimeError: the workspace would have to grow while a CUDA graph is captured.
-        SymmMismatchError: the ranks ask for different sizes.
+        SymmMismatchError: the workspace grows on all ranks, but to different sizes. If it grows on some ranks only,
+            these wait until their deadline.
     """
     group = resolve(group_name)
     device = _device_of(group) if device is None else device
