@@ -141,10 +141,7 @@ pub fn consecutive(call: &CallSpec) -> Option<Span> {
 /// Returns true if the output of a reduce-scatter has room for the message of the other rank,
 /// because it shares no byte with an input.
 pub fn has_room(call: &CallSpec) -> bool {
-    let apart = |input: &Span, output: &Span| {
-        input.addr + input.bytes <= output.addr || output.addr + output.bytes <= input.addr
-    };
-    call.inputs.iter().all(|input| apart(input, &call.outputs[0]))
+    !call.inputs.iter().any(|input| input.overlaps(call.outputs[0]))
 }
 
 /// Returns the part of `whole` that `rank` of `n` adds in an all-reduce.
