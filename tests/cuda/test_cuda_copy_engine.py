@@ -14,22 +14,13 @@ import torch_symm
 from cases import Case, Findings
 from collectives import COLLECTIVES
 from pool import WORLDS, Pool, device, init, needs_gpus, settle
-from zero_copy import MB, new_pool, numbers, same_bytes, warm
+from zero_copy import MB, engines, new_pool, numbers, same_bytes, warm
 
 pytestmark = needs_gpus
 
 #: Collectives that copy engines serve in every group; with two ranks also broadcasts and all-to-alls.
 SERVED = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 WHOLE = ("all_reduce", "broadcast")
-
-
-def engines() -> dict[str, int]:
-    """Numbers of calls that copy engines moved here: staged, direct, and those direct calls that were repaired."""
-    found = {"staged": 0, "direct": 0, "repaired": 0}
-    for algorithms in torch_symm.stats().values():
-        for way in found:
-            found[way] += algorithms.get(f"copy_engine_{way}", 0) if isinstance(algorithms, dict) else 0
-    return found
 
 
 def sweep(rank: int, world: int, collective: str) -> tuple[int, dict[str, int]]:

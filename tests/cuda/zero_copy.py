@@ -26,6 +26,20 @@ def direct() -> int:
     return int(torch_symm.stats().get("zero_copy", 0))
 
 
+def engines() -> dict[str, int]:
+    """Numbers of calls that copy engines moved here: staged, direct, and those direct calls that were repaired."""
+    found = {"staged": 0, "direct": 0, "repaired": 0}
+    for algorithms in torch_symm.stats().values():
+        for way in found:
+            found[way] += algorithms.get(f"copy_engine_{way}", 0) if isinstance(algorithms, dict) else 0
+    return found
+
+
+def unstaged() -> int:
+    """Number of calls of this process that moved no bytes through the workspace, in kernels or by copy engines."""
+    return direct() + engines()["direct"]
+
+
 def rises(call: Callable[..., object], *args: object) -> list[int]:
     """By how much ``call``, which all ranks make, increases the number of zero-copy calls on each rank."""
     before = direct()
