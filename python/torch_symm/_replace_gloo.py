@@ -60,7 +60,16 @@ def create(options: Any, group_options: Any) -> Backend:
     meeting = PrefixStore(f"symm/replaces/{_restarts()}", options.store)
     rank = int(options.group_rank)
     exchange = _Exchange(meeting, rank, int(options.group_size), _seconds(options.timeout))
-    words = [word.partition(" ") for word in exchange.of("able", f"{secrets.token_hex(8)} {_able(options)}")]
+    try:
+        answers = exchange.of("able", f"{secrets.token_hex(8)} {_able(options)}")
+    except BaseException:
+        from torch_symm import _group
+
+        _group.forget_failed_start()
+        exchange.withdraw()
+        raise
+    exchange.count()
+    words = [word.partition(" ") for word in answers]
     able = [word for _, _, word in words]
     if reason := _first(able, _UNABLE):
         return _gloo(options, reason)
@@ -90,10 +99,14 @@ def _join(options: Any, group_options: Any, exchange: _Exchange, gloo_store: Sto
     except native.SymmConfigError as error:
         mine = f"{_REFUSED}{error}"
     except BaseException as error:
+        _group.forget_failed_start()
         exchange.tell("joined", f"{_FAILED}{error}")
+        raise
+    try:
+        joined = exchange.of("joined", mine)
+    except BaseException:
         _group.forget_failed_start()
         raise
-    joined = exchange.of("joined", mine)
     if not _first(joined, _FAILED):
         exchange.remove_keys()
     if set(joined) == {_JOINED} and group is not None:
@@ -125,13 +138,27 @@ class _Exchange:
 
         self._deadline = time.monotonic() + seconds
         self._meeting, self.rank, self.size = meeting, rank, size
-        # The number of this rank's exchanges in this store. Another rank may still be removing the last one.
+        # The number of this rank's exchanges in this store that all ranks have joined. Another rank may still be
+        # removing the last one.
         self._number = f"turn of {rank}"
         until = time.monotonic() + min(seconds / 2, _REMOVAL_S)
         while meeting.add(self._number, 0) >= _READ and time.monotonic() < until:
             time.sleep(0.002)
-        self._turn = meeting.add(self._number, 1) % _READ
+        self._turn = meeting.add(self._number, 0) % _READ + 1
         self.store = PrefixStore(f"turn {self._turn}", meeting)
+
+    def count(self) -> None:
+        """Counts this exchange, once every rank has answered.
+
+        A rank that gave up before, or was killed, has not counted. Its next attempt then meets the first attempt of a
+        rank that starts later.
+        """
+        self._meeting.add(self._number, 1)
+
+    def withdraw(self) -> None:
+        """Removes this rank's answer to "able", so that no later rank takes this rank for one that still waits."""
+        with suppress(Exception):
+            self.store.delete_key(f"told/able/{self.rank}")
 
     def tell(self, question: str, word: str) -> None:
         self.store.set(f"told/{question}/{self.rank}", word)

@@ -169,6 +169,37 @@ def test_a_group_can_be_made_again_after_a_failure_and_leaves_no_keys() -> None:
     run_ranks(after_a_failure, 3, backend=None)
 
 
+def after_one_gave_up(rank: int, world: int, joining: bool) -> None:
+    torch_symm.replace_gloo()
+    native = _native.load()
+    substitute = native._GlooSubstitute
+
+    def fails_late(*args: Any) -> Any:
+        substitute(*args)
+        meet("gave up", rank, world)
+        raise RuntimeError("too late")
+
+    if rank == 0 or joining:
+        if rank == 1:
+            native._GlooSubstitute = fails_late
+        with pytest.raises(dist.DistStoreError if rank == 0 else RuntimeError):
+            init(rank, world, "gloo", timeout=3)
+        native._GlooSubstitute = substitute
+    if rank == 0 or not joining:
+        meet("gave up", rank, world)
+    init(rank, world, "gloo", timeout=20)
+    assert served_by() == "symm"
+    sums()
+    store = file_store("default", world)
+    meet("checked", rank, world)
+    assert left_in(store) == []
+
+
+@pytest.mark.parametrize("joining", [False, True], ids=["before the others started", "while another joined"])
+def test_a_rank_that_gave_up_alone_can_make_the_group_again(joining: bool) -> None:
+    run_ranks(after_one_gave_up, 2, joining, backend=None)
+
+
 def on_two_nodes(rank: int, world: int, nodes: str) -> str:
     os.environ.update(SYMM_TEST_NODE=str(rank), SYMM_INTER_NODE_BACKEND=nodes, SYMM_LOG="info")
     torch_symm.replace_gloo()
