@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from ranks import run_ranks
 from test_testing import HEAD, pytest_on, running
+from torch_symm.testing import RanksFailedError
 
 KINDS = """
 import asyncio, functools, unittest, warnings
@@ -150,3 +154,100 @@ def test_a_process_group_is_killed_before_its_number_can_be_reused(monkeypatch: 
     while running(child) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not running(child)
+
+
+def test_a_rank_that_ran_at_the_time_limit_has_not_passed() -> None:
+    def stops(rank: int, world_size: int) -> None:
+        if rank == 1:
+            # The request for its stacks wakes it, and it returns.
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    with pytest.raises(RanksFailedError, match=r"rank 1 of 2 did not end within \S+ s, at \S+ in stops\n"):
+        run_ranks(stops, 2, backend=None, timeout=4)
+
+
+def test_an_exception_that_cannot_be_printed_is_reported_with_its_line() -> None:
+    class OddError(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no text")
+
+    def raises(rank: int, world_size: int) -> None:
+        raise OddError
+
+    expected = r"rank [01] of 2 failed at \S+:\d+: OddError: <exception str\(\) failed>\n"
+    with pytest.raises(RanksFailedError, match=expected):
+        run_ranks(raises, 2, backend=None)
+
+
+CASE = """
+import os, pathlib, sys, time
+from torch.testing._internal.common_utils import run_tests
+from torch_symm.testing import WarmMultiProcessTestCase
+
+class TestIt(WarmMultiProcessTestCase):
+    world_size = 2
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+    def test_long(self):
+        (pathlib.Path(sys.argv[0]).parent / f"rank-{os.getpid()}").touch()
+        time.sleep(600)
+
+run_tests()
+"""
+
+
+def test_ranks_of_torchs_case_class_do_not_survive_their_killed_parent(tmp_path: Path) -> None:
+    case = tmp_path / "case.py"
+    case.write_text(CASE)
+    with (tmp_path / "said").open("w") as said:
+        parent = subprocess.Popen([sys.executable, str(case)], stdout=said, stderr=said)
+    ranks: list[int] = []
+    try:
+        deadline = time.monotonic() + 120
+        while len(ranks) < 2:
+            assert time.monotonic() < deadline and parent.poll() is None, (tmp_path / "said").read_text()
+            time.sleep(0.02)
+            ranks = [int(path.name.removeprefix("rank-")) for path in tmp_path.glob("rank-*")]
+        parent.kill()
+        deadline = time.monotonic() + 30
+        while any(map(running, ranks)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not [rank for rank in ranks if running(rank)]
+    finally:
+        parent.kill()
+        parent.wait()
+        for rank in filter(running, ranks):
+            os.kill(rank, signal.SIGKILL)
+
+
+def test_all_ranks_that_hang_are_asked_for_their_stacks_before_one_answers() -> None:
+    def asks(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+        from torch_symm.testing import WarmMultiProcessTestCase
+
+        steps: list[str] = []
+
+        class Pipe:
+            def send(self, _: object) -> None:
+                steps.append("asked")
+
+            def poll(self, _: float) -> bool:
+                steps.append("awaited")
+                return steps.count("awaited") == 1
+
+            def recv(self) -> str:
+                return "at its line"
+
+        class Case(WarmMultiProcessTestCase):
+            def runTest(self) -> None: ...
+
+        hung = [Mock(pid=subprocess.Popen(["sleep", "60"]).pid) for _ in range(2)]
+        case = Case()
+        case.pid_to_pipe = {process.pid: Pipe() for process in hung}
+        return case._stacks_of(dict(enumerate(hung))), steps
+
+    ((stacks, steps),) = run_ranks(asks, 1, backend=None)
+    assert steps == ["asked", "asked", "awaited", "awaited"]
+    assert stacks == ["rank 0:\nat its line", "rank 1:\n"]

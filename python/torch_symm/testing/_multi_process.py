@@ -10,7 +10,8 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 # torch's harness queries the GPUs when it is imported. Let it use NVML, because a query through CUDA would initialise
@@ -21,7 +22,7 @@ from torch.testing._internal import common_distributed as common
 
 from torch_symm._warnings import SymmFallbackWarning
 
-from ._rank import used_cuda
+from ._rank import dies_with, used_cuda
 
 if TYPE_CHECKING:
     import unittest
@@ -44,7 +45,7 @@ skip_if_lt_x_gpu = common.skip_if_lt_x_gpu
 
 #: How many seconds the other ranks have to end after the first has failed.
 GRACE_S = 3.0
-#: How many seconds a rank has to send its stack.
+#: How many seconds the ranks have to send their stacks.
 STACK_S = 5.0
 
 
@@ -60,6 +61,8 @@ class _Forked(multiprocessing.get_context("fork").Process):  # type: ignore[misc
         gc.freeze()
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)
+        # A rank must not survive the test's process, which may be killed before it can end its ranks.
+        dies_with(self._parent_pid)
         super().run()
 
 
@@ -107,7 +110,7 @@ class WarmMultiProcessTestCase(_Upstream):
                     if process.exitcode == self.TEST_ERROR_EXIT_CODE and time.monotonic() + GRACE_S < deadline:
                         deadline = time.monotonic() + GRACE_S
             late = time.monotonic() - start >= limit
-            stacks = [f"rank {rank}:\n{self._stack_of(process)}" for rank, process in running.items() if late]
+            stacks = self._stacks_of(running) if late else []
             for process in running.values():
                 process.kill()
                 process.join()
@@ -118,12 +121,18 @@ class WarmMultiProcessTestCase(_Upstream):
             for pipe in self.pid_to_pipe.values():
                 pipe.close()
 
-    def _stack_of(self, process: Any) -> str:
-        """Returns the Python stacks of a running rank, sent by one of its threads; ``""`` without an answer."""
-        pipe = self.pid_to_pipe[process.pid]
-        try:
-            os.kill(process.pid, signal.SIGCONT)
-            pipe.send(self.Event.GET_TRACEBACK)
-            return str(pipe.recv()) if pipe.poll(STACK_S) else ""
-        except (OSError, EOFError):
-            return ""
+    def _stacks_of(self, running: Mapping[int, Any]) -> list[str]:
+        """Returns the Python stacks of the running ranks, sent by one thread of each; without an answer, no stack."""
+        for process in running.values():
+            with suppress(OSError):
+                os.kill(process.pid, signal.SIGCONT)
+                self.pid_to_pipe[process.pid].send(self.Event.GET_TRACEBACK)
+        # All ranks have been asked, so they answer at the same time.
+        deadline = time.monotonic() + STACK_S
+        stacks = []
+        for rank, process in running.items():
+            pipe, stack = self.pid_to_pipe[process.pid], ""
+            with suppress(OSError, EOFError):
+                stack = str(pipe.recv()) if pipe.poll(max(0.0, deadline - time.monotonic())) else ""
+            stacks.append(f"rank {rank}:\n{stack}")
+        return stacks

@@ -229,7 +229,12 @@ def _of(error: BaseException, order: Order, when: float) -> Outcome:
         # The deepest line in the body's own file; an error is often raised deeper, in another file.
         file = frames[0][0].f_code.co_filename
         at = next(f"{Path(file).name}:{line}" for frame, line in reversed(frames) if frame.f_code.co_filename == file)
-    first = (str(error).strip().splitlines() or [""])[0]
+    try:
+        said = str(error)
+    except Exception:
+        # As in a traceback.
+        said = "<exception str() failed>"
+    first = (said.strip().splitlines() or [""])[0]
     reason = f"{type(error).__name__}: {first}".removesuffix(": ")
     try:
         # Only the first rank that fails formats its text: others fail because of it, and formatting takes long.

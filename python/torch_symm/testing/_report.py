@@ -19,7 +19,7 @@ _FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)
 class Ending:
     """How one rank ended.
 
-    ``status``: its exit code, or minus a signal; ``None``: it did not end and was killed. ``calls``: its last calls;
+    ``status``: its exit code, or minus a signal; ``None``: it did not end in time. ``calls``: its last calls;
     ``None``: not known, because it ended before it could write them.
     """
 

@@ -130,6 +130,8 @@ class _Ranks:
     def __init__(self) -> None:
         self.pids: list[int] = []
         self.waited = 0.0
+        #: Ranks that ran when the time was up. They have not passed, even if they end while they print their stacks.
+        self.late: set[int] = set()
         self.forked = Forked()
         self._start = time.monotonic()
 
@@ -149,10 +151,13 @@ class _Ranks:
                 _rank.arrival(folder, _rank.LEAVING, rank).touch()
                 if self.forked.status[pid] != 0 and rank not in may_end and time.monotonic() + GRACE_S < deadline:
                     since, deadline = time.monotonic(), time.monotonic() + GRACE_S
+        self.forked.wait(0)
         self.waited = time.monotonic() - since
+        self.late = set(self.forked.running)
         for pid in self.forked.running:
-            os.kill(pid, signal.SIGCONT)
+            # A stopped rank must print its stacks before it continues.
             os.kill(pid, signal.SIGUSR1)
+            os.kill(pid, signal.SIGCONT)
         if self.forked.running:
             time.sleep(STACKS_S)
             self.forked.wait(0)
@@ -194,4 +199,6 @@ def _ending(folder: Path, ranks: _Ranks, rank: int) -> Ending:
     # A rank that has an outcome without this file has not used symm.
     calls = text("calls").splitlines() if outcome or (folder / f"calls-{rank}").exists() else None
     status = ranks.forked.status.get(ranks.pids[rank])
+    if ranks.pids[rank] in ranks.late and not (outcome and outcome.kind == "failed"):
+        status = None
     return Ending(rank, ranks.pids[rank], status, outcome, text("log"), calls, text("stacks"), ranks.waited)
