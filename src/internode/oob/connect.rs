@@ -6,7 +6,7 @@ use super::frame::{ConnectionEnd, Sealer, Token};
 use super::node_leader::{HubListener, NodeLeader, leaders_of};
 use super::thread::LeaderRegistration;
 use super::{LEADERS_PER_NODE, LocalNode, OobEndpoint, OobTimeouts, address};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::internode::rail::Life;
 use crate::node_map::NodeMap;
 use crate::rank::Rank;
@@ -269,6 +269,8 @@ impl OobConnector<'_> {
                 match self.store.get(&key, Some(left)).and_then(|entry| self.handshake(&entry, hub))
                 {
                     Ok(met) => return Ok(met),
+                    // The program has asked to stop waiting.
+                    Err(error) if error.kind == ErrorKind::Aborted => return Err(error),
                     Err(error) => reason = error.message,
                 }
             }
@@ -284,8 +286,10 @@ impl OobConnector<'_> {
             serde_json::from_slice(entry).map_err(unreadable)?;
         addresses.truncate(ADDRESSES);
         let mut reasons = Vec::new();
-        let socket = StoreAddress::Inet(addresses)
-            .connect(|address, errno| reasons.push(format!("{address}: {errno}")));
+        let deadline = Instant::now() + self.limit.remaining().unwrap_or_default();
+        let socket = StoreAddress::Inet(addresses).connect(deadline, |address, errno| {
+            reasons.push(format!("{address}: {errno}"));
+        })?;
         let socket = socket.ok_or_else(|| {
             Error::network(format!("{}; GLOO_SOCKET_IFNAME names the network", reasons.join(", ")))
         })?;

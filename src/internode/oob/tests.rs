@@ -159,10 +159,14 @@ impl Job {
 
     fn connect(&self, hub: Rank) -> (OwnedFd, HubAddress) {
         let entry = self.address(hub);
-        let socket =
-            StoreAddress::Inet(entry.addresses.clone()).connect(|_, _| {}).expect("it listens");
+        let socket = call(&StoreAddress::Inet(entry.addresses.clone())).expect("it listens");
         (socket, entry)
     }
+}
+
+/// Connects to what listens at `address`.
+fn call(address: &StoreAddress) -> Option<OwnedFd> {
+    address.connect(soon(), |_, _| {}).expect("not interrupted")
 }
 
 fn soon() -> Instant {

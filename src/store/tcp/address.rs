@@ -133,21 +133,47 @@ impl StoreAddress {
         }
     }
 
-    /// Connects to the first address that works, and passes each failure to `failed`.
-    pub fn connect(&self, mut failed: impl FnMut(String, Errno)) -> Option<OwnedFd> {
-        let mut attempt = |name: String, outcome: rustix::io::Result<OwnedFd>| {
-            outcome.map_err(|errno| failed(name, errno)).ok()
-        };
+    /// Connects to the first address that works, until `deadline`, and passes each failure to
+    /// `failed`. Tries at least one address. Fails if the thread must stop waiting.
+    pub fn connect(
+        &self,
+        deadline: Instant,
+        mut failed: impl FnMut(String, Errno),
+    ) -> Result<Option<OwnedFd>> {
         match self {
             Self::Inet(all) => {
-                all.iter().find_map(|address| attempt(address.to_string(), connect_inet(address)))
+                for (tried, address) in all.iter().enumerate() {
+                    if tried > 0 && Instant::now() >= deadline {
+                        break;
+                    }
+                    match connect_inet(address, deadline) {
+                        Ok(socket) => return Ok(Some(socket)),
+                        Err(ConnectError::Failed(errno)) => failed(address.to_string(), errno),
+                        Err(ConnectError::Interrupted(error)) => return Err(error),
+                    }
+                }
+                Ok(None)
             }
             Self::Unix(name) => {
                 let own = connect_unix(name)
                     .and_then(|socket| if ours(&socket) { Ok(socket) } else { Err(Errno::PERM) });
-                attempt(self.to_string(), own)
+                Ok(own.map_err(|errno| failed(self.to_string(), errno)).ok())
             }
         }
+    }
+}
+
+/// Why a connection to one address was not made.
+#[derive(Debug, PartialEq)]
+enum ConnectError {
+    Failed(Errno),
+    /// The program has asked to stop waiting.
+    Interrupted(Error),
+}
+
+impl From<Errno> for ConnectError {
+    fn from(errno: Errno) -> Self {
+        Self::Failed(errno)
     }
 }
 
@@ -164,16 +190,17 @@ impl std::fmt::Display for StoreAddress {
     }
 }
 
-fn connect_inet(address: &SocketAddr) -> rustix::io::Result<OwnedFd> {
+fn connect_inet(
+    address: &SocketAddr,
+    deadline: Instant,
+) -> std::result::Result<OwnedFd, ConnectError> {
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
-    // Waits while it connects: at most two seconds if the peer does not answer; a refusal arrives
-    // at once.
     let socket = socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     attend(&socket)?;
-    connect_within(&socket, || connect(&socket, address))?;
+    connect_within(&socket, deadline, || connect(&socket, address))?;
     // A socket that connects to an unused port in the ephemeral range may connect to itself.
     let own = getsockname(&socket).ok().and_then(|own| SocketAddr::try_from(own).ok());
-    if own == Some(*address) { Err(Errno::CONNREFUSED) } else { Ok(socket) }
+    if own == Some(*address) { Err(Errno::CONNREFUSED.into()) } else { Ok(socket) }
 }
 
 /// Disables Nagle's algorithm, and detects within two minutes that the other node has vanished.
@@ -185,28 +212,36 @@ pub(super) fn attend(socket: &OwnedFd) -> rustix::io::Result<()> {
     sockopt::set_socket_keepalive(socket, true)
 }
 
-/// Connects within two seconds, so that the caller can check its deadline.
+/// Maximum time for one address, so that a silent address leaves time for the next.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Waits while it connects, until `deadline` and at most [`CONNECT_TIMEOUT`]; a refusal arrives at
+/// once.
 fn connect_within(
     socket: &OwnedFd,
+    deadline: Instant,
     connect: impl FnOnce() -> rustix::io::Result<()>,
-) -> rustix::io::Result<()> {
+) -> std::result::Result<(), ConnectError> {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
     rustix::io::ioctl_fionbio(socket, true)?;
     match connect() {
         Err(Errno::INPROGRESS) => {
-            let deadline = Instant::now() + Duration::from_secs(2);
+            let deadline = deadline.min(Instant::now() + CONNECT_TIMEOUT);
             let mut fds = [PollFd::new(socket, PollFlags::OUT)];
             loop {
                 let left = deadline.saturating_duration_since(Instant::now());
-                match poll(&mut fds, Timespec::try_from(left).ok().as_ref()) {
-                    Ok(0) => return Err(Errno::TIMEDOUT),
-                    Ok(_) => return sockopt::socket_error(socket)?,
-                    Err(Errno::INTR) if !left.is_zero() => {}
-                    Err(errno) => return Err(errno),
+                let pause = left.min(interrupt::SIGNAL_POLL);
+                match poll(&mut fds, Timespec::try_from(pause).ok().as_ref()) {
+                    Ok(0) | Err(Errno::INTR) if !left.is_zero() => {
+                        interrupt::check().map_err(ConnectError::Interrupted)?
+                    }
+                    Ok(0) => return Err(Errno::TIMEDOUT.into()),
+                    Ok(_) => return Ok(sockopt::socket_error(socket)??),
+                    Err(errno) => return Err(errno.into()),
                 }
             }
         }
-        outcome => outcome,
+        outcome => Ok(outcome?),
     }
 }
 
@@ -245,7 +280,7 @@ pub fn peer_name(connection: &OwnedFd) -> String {
 #[allow(unsafe_code, reason = "a test sends a signal to a thread")]
 mod tests {
     use super::*;
-    use rustix::net::{RecvFlags, SendFlags, recv, send, socketpair};
+    use rustix::net::{RecvFlags, SendFlags, bind, listen, recv, send, socketpair};
 
     extern "C" fn handler(_signal: libc::c_int) {}
 
@@ -261,7 +296,8 @@ mod tests {
             let connecting = scope.spawn(move || {
                 // SAFETY: `pthread_self` has no precondition.
                 thread.send(unsafe { libc::pthread_self() }).expect("awaited");
-                connect_within(&near, || Err(Errno::INPROGRESS))
+                let deadline = Instant::now() + Duration::from_secs(600);
+                connect_within(&near, deadline, || Err(Errno::INPROGRESS))
             });
             let thread = threads.recv().expect("it runs");
             // SAFETY: `handler` does nothing, and the thread has not been joined.
@@ -275,6 +311,33 @@ mod tests {
             while recv(&far, &mut buffer, RecvFlags::DONTWAIT).is_ok_and(|(count, _)| count > 0) {}
             assert_eq!(connecting.join().expect("no panic"), Ok(()));
         });
+    }
+
+    #[test]
+    fn addresses_that_do_not_answer_cost_no_more_than_the_time_that_is_left() {
+        let listener =
+            socket_with(AddressFamily::INET, SocketType::STREAM, FLAGS, None).expect("a socket");
+        bind(&listener, &SocketAddr::from(([127, 0, 0, 1], 0))).expect("bound");
+        listen(&listener, 0).expect("it listens");
+        let name = getsockname(&listener).expect("a name");
+        let silent = SocketAddr::try_from(name).expect("an address");
+        // A listener whose queue is full does not answer.
+        let queue: Vec<OwnedFd> = (0..4)
+            .map(|_| {
+                let socket = socket_with(AddressFamily::INET, SocketType::STREAM, FLAGS, None)
+                    .expect("a socket");
+                let _ = connect(&socket, &silent);
+                socket
+            })
+            .collect();
+        let (start, mut failures) = (Instant::now(), Vec::new());
+        let socket = StoreAddress::Inet(vec![silent; 8])
+            .connect(start + Duration::from_millis(100), |_, errno| failures.push(errno))
+            .expect("not interrupted");
+        // One address that does not answer may take two seconds if there is time.
+        assert!(start.elapsed() < 4 * CONNECT_TIMEOUT, "{:?}", start.elapsed());
+        assert!(socket.is_none() && failures == [Errno::TIMEDOUT], "{failures:?}");
+        drop(queue);
     }
 
     fn resolve(host: &str) -> Result<StoreAddress> {

@@ -272,7 +272,8 @@ impl Client {
                 _ => format!("{name}: {errno}"),
             });
         };
-        let Some(socket) = address.connect(refused) else {
+        let socket = address.connect(deadline, refused).map_err(|error| (error, false))?;
+        let Some(socket) = socket else {
             return Err((
                 Error::network(format!("the store cannot be reached: {}", refusals.join("; "))),
                 !known,

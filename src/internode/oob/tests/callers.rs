@@ -5,7 +5,7 @@ use super::super::OobTimeouts;
 use super::super::connect::{ready, receive, transmit};
 use super::super::frame::{ConnectionEnd, OobMessage, Sealer, Token};
 use super::super::node_leader::{Descriptor, HubListener, NodeLeader, UNIDENTIFIED};
-use super::{Job, QUICK, Shared, soon};
+use super::{Job, QUICK, Shared, call, soon};
 use crate::error::Error;
 use crate::rank::Rank;
 use crate::store::tcp::address::StoreAddress;
@@ -70,10 +70,7 @@ fn unidentified_callers_are_refused_and_nobody_waits_for_them() {
         let many: Vec<OwnedFd> = (0..2 * UNIDENTIFIED).map(|_| job.connect(hub_rank).0).collect();
         let caller = job.meet([Rank(1)]);
         let hub = hub.join().expect("no panic");
-        assert!(
-            StoreAddress::Inet(entry.addresses).connect(|_, _| {}).is_none(),
-            "nobody listens any more"
-        );
+        assert!(call(&StoreAddress::Inet(entry.addresses)).is_none(), "nobody listens any more");
         assert!(many.iter().all(is_closed));
         assert!(job.nodes.iter().all(|node| node.failure().is_none()));
         drop((caller, hub));
@@ -144,7 +141,7 @@ fn hear(hub: &mut NodeLeader, socket: &OwnedFd, into: &mut [u8]) {
 fn the_oldest_go_first_after_others_have_left() {
     let (mut hub, address) = hub([7; 16]);
     let called = |hub: &mut NodeLeader| {
-        let caller = address.connect(|_, _| {}).expect("it listens");
+        let caller = call(&address).expect("it listens");
         hear(hub, &caller, &mut [0; OPENING]);
         caller
     };
@@ -167,7 +164,7 @@ fn the_oldest_go_first_after_others_have_left() {
 fn new_callers_do_not_displace_a_caller_that_has_answered() {
     let token = [7; 16];
     let (mut hub, address) = hub(token);
-    let connect = || address.connect(|_, _| {}).expect("it listens");
+    let connect = || call(&address).expect("it listens");
     // Returns once the caller's bytes have reached the hub, whose first connection is the caller's.
     let arrived = |hub: &NodeLeader| {
         let all = descriptors(hub);
