@@ -272,6 +272,27 @@ fn another_file_at_the_path_is_not_removed_and_a_wait_says_so() {
     }
 }
 
+#[test]
+fn a_write_to_a_file_that_was_removed_fails() {
+    let (_folder, path) = place();
+    let store = FileStore::open(&path, 2).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    let deadline = Instant::now() + Duration::from_secs(20);
+    // A write checks the file at most every 100 ms.
+    let error = loop {
+        assert!(Instant::now() < deadline, "no write fails");
+        match store.set("k", b"v") {
+            Ok(()) => std::thread::sleep(Duration::from_millis(5)),
+            Err(error) => break error,
+        }
+    };
+    assert!(
+        error.kind == ErrorKind::Config && error.message.contains("was removed or replaced"),
+        "{error}"
+    );
+    assert!(store.add("n", 1).is_err());
+}
+
 // proves P19
 #[test]
 fn only_a_private_file_in_a_safe_folder_is_opened() {

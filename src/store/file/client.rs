@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 /// lock.
 const LOOKS: usize = 3;
 
-/// Time between two checks during a wait that the file still exists.
+/// Time between two checks that the file still exists, during a wait or between writes.
 const FILE_CHECK: Duration = Duration::from_millis(100);
 
 /// A buffer that has grown beyond this is freed after the request.
@@ -27,6 +27,8 @@ const KEPT: usize = 1 << 20;
 struct ClientState {
     replica: Replica,
     buffer: Vec<u8>,
+    /// When a write last found that the file still exists.
+    found: Instant,
 }
 
 /// A user that has joined the file.
@@ -50,7 +52,8 @@ enum TryResult {
 impl FileClient {
     pub(super) fn join(path: &Path, world_size: u32, limit: Option<Duration>) -> Result<Self> {
         let (disk, replica) = lifecycle::join(path, world_size, limit)?;
-        let state = Mutex::new(ClientState { replica, buffer: Vec::new() });
+        let found = Instant::now();
+        let state = Mutex::new(ClientState { replica, buffer: Vec::new(), found });
         Ok(Self { disk, world_size, state, generation: fork::generation() })
     }
 
@@ -90,6 +93,17 @@ impl FileClient {
         })
     }
 
+    /// Fails if the path no longer names the file, which later users would then not find.
+    fn check_file(&self) -> Result<()> {
+        if self.disk.path.holds(&self.disk.file)? {
+            return Ok(());
+        }
+        Err(Error::config(format!(
+            "the file store {:?} was removed or replaced while it was in use",
+            self.path()
+        )))
+    }
+
     /// Reads the new entries of the log before a read request; `false` if that needs the lock and
     /// another process holds it.
     fn follow(&self, replica: &mut Replica) -> Result<bool> {
@@ -108,7 +122,7 @@ impl FileClient {
 
     fn attempt(&self, request: &Request<'_>) -> Result<TryResult> {
         let mut state = self.state();
-        let ClientState { replica, buffer } = &mut *state;
+        let ClientState { replica, buffer, found } = &mut *state;
         // A read, or the first check of a request that waits and then writes; such a request takes
         // the lock only if the key exists.
         if !request.op.writes() || request.op.waits() {
@@ -125,6 +139,11 @@ impl FileClient {
         let Some(_held) = self.disk.try_hold(Mode::Exclusive)? else {
             return Ok(TryResult::Busy);
         };
+        let now = Instant::now();
+        if now >= *found + FILE_CHECK {
+            self.check_file()?;
+            *found = now;
+        }
         replica.follow(&self.disk, true)?;
         let before = value_to_keep(replica, request)?;
         let answer = replica.table.serve(request, None)?;
@@ -158,12 +177,7 @@ impl FileClient {
             };
             if now >= check {
                 check = now + FILE_CHECK;
-                if !self.disk.path.holds(&self.disk.file)? {
-                    return Err(Error::config(format!(
-                        "the file store {:?} was removed or replaced while it was in use",
-                        self.path()
-                    )));
-                }
+                self.check_file()?;
             }
             if now < deadline {
                 let pauses = if locked { &mut busy } else { &mut pauses };
