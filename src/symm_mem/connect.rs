@@ -100,8 +100,8 @@ impl Heap {
     }
 
     /// The other end of `connect`: returns a claim to the link with this number once it exists.
-    /// Returns `None` if it does not exist by `deadline` or has closed; the end that made it must
-    /// then `abandon` it.
+    /// Returns `None` if it does not exist by `deadline` or has closed, or the error that keeps the
+    /// thread from accepting it; the end that made it must then `abandon` it.
     pub fn meet(
         &self,
         peer: &HeapAddress,
@@ -123,7 +123,8 @@ impl Heap {
                 return Ok(None);
             }
             let Some(left) = deadline.checked_duration_since(Instant::now()) else {
-                return Ok(None);
+                drop(state);
+                return self.accept_error().map_or(Ok(None), Err);
             };
             state = unpoisoned(self.changed.wait_timeout(state, left)).0;
         }

@@ -12,8 +12,9 @@ use crate::mem::layout::MAX_RANKS;
 use crate::sys::required::Required;
 use crate::sys::{random, socket};
 use rustix::fd::OwnedFd;
+use rustix::io::Errno;
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
@@ -29,6 +30,8 @@ pub struct Heap {
     pub(super) space: Arc<dyn AddressSpace>,
     pub(super) address: HeapAddress,
     listener: Socket,
+    /// Error number of the last `accept` on `listener`; 0 if it succeeded.
+    accept_error: AtomicI32,
     base: u64,
     /// Number of segments.
     count: AtomicUsize,
@@ -90,6 +93,7 @@ impl Heap {
             space,
             address,
             listener: Socket::new(listener),
+            accept_error: AtomicI32::new(0),
             base: range.address(),
             count: AtomicUsize::new(0),
             state: Mutex::default(),
@@ -122,6 +126,17 @@ impl Heap {
 
     pub(super) fn listener(&self) -> &OwnedFd {
         &self.listener.fd
+    }
+
+    /// Records how the last `accept` ended; 0 stands for success.
+    pub(super) fn note_accept(&self, errno: i32) {
+        self.accept_error.store(errno, Ordering::Relaxed);
+    }
+
+    /// Returns the error of the last `accept`, if it failed. A peer may then still be waiting.
+    pub(super) fn accept_error(&self) -> Option<Error> {
+        let errno = self.accept_error.load(Ordering::Relaxed);
+        (errno != 0).then(|| Required::Accept.failed(Errno::from_raw_os_error(errno)))
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, HeapState> {

@@ -165,11 +165,17 @@ fn wait(
 fn welcome(heap: &Arc<Heap>, unidentified: &mut Vec<Unidentified>) -> bool {
     for _ in 0..UNIDENTIFIED {
         let socket = match socket::accept(heap.listener()) {
-            Ok(socket) => socket,
+            Ok(socket) => {
+                heap.note_accept(0);
+                socket
+            }
             Err(Errno::AGAIN) => return true,
             Err(Errno::INTR | Errno::CONNABORTED) => continue,
             // No free file descriptor, or no memory.
-            Err(_) => return false,
+            Err(errno) => {
+                heap.note_accept(errno.raw_os_error());
+                return false;
+            }
         };
         match socket::peer(&socket) {
             Ok(peer) if !peer.is_own_user() => {

@@ -5,8 +5,11 @@ use super::host::{PAGE, read, write};
 use super::*;
 use crate::symm_mem::service_thread;
 use crate::sys::fork::tests::{forked, status_of};
-use rustix::fd::OwnedFd;
+use crate::sys::socket;
+use rustix::fd::{AsRawFd, OwnedFd};
+use rustix::net::{SocketAddrUnix, connect};
 use rustix::pipe::pipe;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::io::Write as _;
 
 fn tell(pipe: &OwnedFd, bytes: &[u8]) {
@@ -90,6 +93,32 @@ fn the_thread_ends_with_the_last_group() {
             links.iter().all(|link| link.upgrade().is_none()) && service_thread::claims() == 0;
         let again = link(&one, &other, &healthy());
         before == 0 && served && gone && reachable(&one, address, 8, &again.0)
+    });
+    assert_eq!(status_of(child), 0);
+}
+
+// proves P15
+#[test]
+fn a_rank_without_a_free_descriptor_for_its_peer_names_the_limit() {
+    let child = forked(|| {
+        let (own, peer) = (heap(16).0, heap(16).0);
+        let _attention = own.attend().expect("runs");
+        let caller = socket::unconnected().expect("a socket");
+        let name = own.address().name();
+        let name = SocketAddrUnix::new_abstract_name(name.as_bytes()).expect("a name");
+        let met = || own.meet(&peer.address(), 1, &healthy(), Instant::now());
+        // Lower the limit to the first free descriptor.
+        let limit = getrlimit(Resource::Nofile);
+        let free = rustix::io::dup(&caller).expect("a descriptor").as_raw_fd() as u64;
+        let without = Rlimit { current: Some(free), ..limit };
+        setrlimit(Resource::Nofile, without).expect("lowered");
+        connect(&caller, &name).expect("it listens");
+        until("the error named the limit", || {
+            met().is_err_and(|error| error.message.contains(&format!("RLIMIT_NOFILE is {free}")))
+        });
+        setrlimit(Resource::Nofile, limit).expect("as before");
+        until("the peer was accepted", || met().is_ok());
+        true
     });
     assert_eq!(status_of(child), 0);
 }
