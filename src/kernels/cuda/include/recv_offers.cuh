@@ -122,8 +122,8 @@ struct OffersToSender : OfferedLane {
         const Offer* offer = between(RANK, r);
         const Line first = load_relaxed(&offer->unit[0]), second = load_relaxed(&offer->unit[1]);
         const Unit offered = data_of(first, second);
-        // Never more than the peer's capacity, even if the ranks disagree. A receiver that has timed
-        // out withdraws its offer.
+        // Never more than the peer's capacity, even if the ranks disagree. A receiver that has
+        // timed out withdraws its offer.
         const bool stands = have_arrived(first, second, session.sent[r] - step + 1);
         const u64 bytes = stands ? smaller(out.bytes[r], second_of(offered)) : 0;
         const u32 chunks = session.chunks(out.bytes[r], chunk[r]);
