@@ -179,5 +179,5 @@ def table(sides: list[Side]) -> list[str]:
         if side.spent:
             line += "  ".join(f"{side.spent.kinds.get(kind, 0.0):11.2f}" for kind in kinds)
             line += "            -" if side.spent.exposed is None else f"  {side.spent.exposed:11.2f}"
-        lines.append(f"{line}  turns {min(side.turns):.2f} to {max(side.turns):.2f}")
+        lines.append(f"{line}  turns {' '.join(f'{turn:.1f}' for turn in side.turns)}")
     return lines

@@ -120,7 +120,7 @@ def overlapping(rank: int, world: int, symmetric: tuple[bool, ...]) -> list[int]
 
     ``symmetric``: which ranks take their tensors from symmetric memory.
     """
-    size = 20 * MB // 4
+    size = 40 * MB // 4
     with torch.cuda.use_mem_pool(new_pool()) if symmetric[rank] else nullcontext():
         whole, gathered = torch.zeros(world * size, device=device()), torch.zeros(world * size, device=device())
         scattered = torch.zeros(size, device=device())

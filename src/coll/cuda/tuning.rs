@@ -118,7 +118,7 @@ impl CudaThresholds {
             copy_engine_bytes: 4 << 20,
             copy_chunk_bytes: 8 << 20,
             arrival_bytes: 4 << 20,
-            direct_bytes: 16 << 20,
+            direct_bytes: 64 << 20,
             policy: CtaPolicy::Default,
             ctas: MAX_CTAS,
         }

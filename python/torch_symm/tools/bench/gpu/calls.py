@@ -21,27 +21,18 @@ class GpuOp:
     divided: bool = False
 
 
-def _calling(at: Setting, call: Callable[..., dist.Work | None], *given: object) -> Callable[[], None]:
-    def run() -> None:
-        work = call(*given, group=at.group, async_op=at.overlaps)
-        if work is not None:
-            work.wait()
-
-    return run
-
-
 def _all_reduce(at: Setting) -> GpuCall:
     tensor = at.given(at.inputs.count)
     return GpuCall(
         lambda: tensor.copy_(at.pristine),
-        _calling(at, dist.all_reduce, tensor),
+        lambda: dist.all_reduce(tensor, group=at.group),
         lambda calls: at.inputs.compare_sum(tensor, calls=calls),
     )
 
 
 def _all_gather(at: Setting) -> GpuCall:
     output = at.taken(at.share * at.world)
-    source = list(pieces(output, at.share))[at.rank] if at.overlaps else at.given(at.share)
+    source = list(pieces(output, at.share))[at.rank] if at.in_place else at.given(at.share)
 
     def reset() -> None:
         output.fill_(POISON)
@@ -50,7 +41,7 @@ def _all_gather(at: Setting) -> GpuCall:
     def check(_calls: int) -> str | None:
         return first_finding(at.inputs.compare_copy(part, rank) for rank, part in enumerate(pieces(output, at.share)))
 
-    return GpuCall(reset, _calling(at, dist.all_gather_into_tensor, output, source), check)
+    return GpuCall(reset, lambda: dist.all_gather_into_tensor(output, source, group=at.group), check)
 
 
 def _reduce_scatter(at: Setting) -> GpuCall:
@@ -62,7 +53,7 @@ def _reduce_scatter(at: Setting) -> GpuCall:
 
     return GpuCall(
         reset,
-        _calling(at, dist.reduce_scatter_tensor, output, source),
+        lambda: dist.reduce_scatter_tensor(output, source, group=at.group),
         lambda _calls: at.inputs.compare_sum(output, start=at.rank * at.share),
     )
 
@@ -78,14 +69,14 @@ def _all_to_all(at: Setting) -> GpuCall:
         parts = enumerate(pieces(output, at.share))
         return first_finding(at.inputs.compare_copy(part, rank, at.rank * at.share) for rank, part in parts)
 
-    return GpuCall(reset, _calling(at, dist.all_to_all_single, output, source), check)
+    return GpuCall(reset, lambda: dist.all_to_all_single(output, source, group=at.group), check)
 
 
 def _broadcast(at: Setting) -> GpuCall:
     tensor = at.given(at.inputs.count)
     return GpuCall(
         lambda: tensor.copy_(at.pristine) if at.rank == 0 else tensor.fill_(POISON),
-        _calling(at, dist.broadcast, tensor, 0),
+        lambda: dist.broadcast(tensor, 0, group=at.group),
         lambda _calls: at.inputs.compare_copy(tensor, 0),
     )
 

@@ -104,7 +104,7 @@ class Place:
 class Setting:
     """The inputs of a builder. ``pristine`` holds this rank's input.
 
-    ``overlaps``: call as FSDP2 does, asynchronously; the input of a gather is a part of its output.
+    ``in_place``: the input of an all-gather is a part of its output.
     """
 
     rank: int
@@ -112,7 +112,7 @@ class Setting:
     pristine: torch.Tensor
     group: dist.ProcessGroup
     place: Place
-    overlaps: bool = False
+    in_place: bool = False
 
     @property
     def world(self) -> int:

@@ -1,7 +1,7 @@
 """Calls while products run on the same GPU: in one CUDA graph, on two branches.
 
-A side's calls are made as FSDP2 makes them: asynchronously, on a branch of high priority, and the input of an
-all-gather is a part of its output. Matrix products are on the other branch. Three graphs are replayed in turn: the
+A side's calls are made as FSDP2 makes them: on a branch of high priority, and the input of an all-gather is a part of
+its output. Matrix products are on the other branch. Three graphs are replayed in turn: the
 calls alone, the products alone, and both. Each chain takes about `CHAIN_US`. Graphs leave out the host's time for
 enqueueing.
 """
@@ -121,7 +121,7 @@ class _Loaded(CellBench):
         return Measured(self._cell, calls_for(self._cell.size), self._figures)
 
     def _setting(self, number: int) -> Setting:
-        return replace(super()._setting(number), overlaps=True)
+        return replace(super()._setting(number), in_place=True)
 
     def _timed(self, run: Callable[[], object]) -> float:
         return self._clock.eager_us(GpuCall(lambda: None, run, lambda _calls: None), 1)
