@@ -104,7 +104,8 @@ def test_intra_node_group_of_ranks_with_different_numbers_of_groups(rank: int) -
     check_group(torch_symm.intra_node_group())
 
 
-def test_other_threads_name_their_groups_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.ranks(1, backend=None)
+def test_other_threads_name_their_groups_as_usual() -> None:
     names: list[str] = []
 
     def naming(ranks: list[int], **_: object) -> None:
@@ -116,10 +117,10 @@ def test_other_threads_name_their_groups_as_usual(monkeypatch: pytest.MonkeyPatc
         another.join()
         name()
 
-    monkeypatch.setattr(_torch_compat, "new_group", naming)
-    monkeypatch.setattr(_torch_compat, "_number", 0)
-    number = _torch_compat.next_number()
-    _torch_compat.new_group_among([3, 5], [number])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_torch_compat, "new_group", naming)
+        number = _torch_compat.next_number()
+        _torch_compat.new_group_among([3, 5], [number])
     assert names[1] == f"symm_3_{number}" != names[0]
 
 

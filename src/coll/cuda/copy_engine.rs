@@ -165,8 +165,8 @@ impl<'a> CopyTasks<'a> {
         Self { context, tuning, tasks: Vec::new() }
     }
 
-    /// Returns the tasks of `call`. It is direct if `direct` lists its peers, and staged if `direct`
-    /// is `None`.
+    /// Returns the tasks of `call`. It is direct if `direct` lists its peers, and staged if
+    /// `direct` is `None`.
     pub fn of(mut self, call: &CallSpec, direct: Option<&[DirectPeer]>) -> Vec<Task> {
         let (me, n) = (self.context.me, self.context.n);
         match call.op {
@@ -274,10 +274,10 @@ impl<'a> CopyTasks<'a> {
     }
 
     /// Adds the tasks of a call from tensor to tensor. `send` is the message for a rank; it starts
-    /// at `offset` in that rank's output. `pull` adds the task that takes the message of a rank from
-    /// an address. All copies are on the call's stream, since a second stream gains nothing: a GPU
-    /// makes all its copies from and to a peer with one engine if the peer's memory is mapped as
-    /// symmetric memory is (`cuMemMap`).
+    /// at `offset` in that rank's output. `pull` adds the task that takes the message of a rank
+    /// from an address. All copies are on the call's stream, since a second stream gains nothing:
+    /// a GPU makes all its copies from and to a peer with one engine if the peer's memory is mapped
+    /// as symmetric memory is (`cuMemMap`).
     fn direct(
         &mut self,
         send: impl Fn(usize) -> Span,
