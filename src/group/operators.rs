@@ -2,6 +2,7 @@
 
 use super::Group;
 use crate::error::Result;
+use crate::sync::call_site::text_hash;
 use crate::sync::timeout::CallTimeout;
 use crate::window::operators::agreement::agree;
 use std::fmt::{self, Display};
@@ -18,11 +19,7 @@ impl CallText {
     fn of(call: &str) -> Self {
         let mut found = Self([0; size_of::<u64>() + TEXT_BYTES]);
         let (hash, text) = found.0.split_at_mut(size_of::<u64>());
-        // FNV-1a.
-        let hashed = call.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
-            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-        });
-        hash.copy_from_slice(&hashed.to_le_bytes());
+        hash.copy_from_slice(&text_hash(call).to_le_bytes());
         let length = call.len().min(TEXT_BYTES);
         text[..length].copy_from_slice(&call.as_bytes()[..length]);
         found

@@ -23,6 +23,13 @@ struct CallSiteTable {
 static KNOWN: PerProcess<Mutex<CallSiteTable>> =
     PerProcess::new(|| Mutex::new(CallSiteTable::default()));
 
+/// Returns the FNV-1a hash of `text`, which is the same on all ranks.
+pub fn text_hash(text: &str) -> u64 {
+    text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    })
+}
+
 impl CallSite {
     /// Returns the number of the call site `text`, from 1.
     pub fn number(text: &str) -> u32 {
@@ -30,11 +37,8 @@ impl CallSite {
         if let Some(&number) = known.numbers.get(text) {
             return number;
         }
-        // FNV-1a, which is the same on all ranks.
-        let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-        });
-        let call_site: &'static CallSite = Box::leak(Box::new(Self { text: text.into(), hash }));
+        let call_site: &'static CallSite =
+            Box::leak(Box::new(Self { text: text.into(), hash: text_hash(text) }));
         known.all.push(call_site);
         let number = known.all.len() as u32;
         known.numbers.insert(&call_site.text, number);

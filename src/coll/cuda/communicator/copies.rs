@@ -111,23 +111,23 @@ impl Communicator {
     pub(super) fn copy_offer(&self, call: &CallSpec<'_>, overlaps: bool) -> Option<CopyOffer> {
         let (me, n) = (self.control.rank().index(), self.control.size());
         let zero = self.tuning.policy == CtaPolicy::Zero;
+        let direct = copy_engine::may_be_direct(call.op, n);
         // Other policies take copy engines for direct calls of two ranks only: a rank whose tensors
         // are in other memory than those of the first rank can then make the call, too.
         let least = if zero { self.tuning.copy_engine_bytes } else { self.tuning.direct_bytes };
         let moved = self.memory.is_direct()
             && copy_engine::serves(call, n)
-            && (zero || n == 2 && call.op != Collective::AllReduce)
-            && (zero || copy_engine::may_be_direct(call.op, n))
+            && (zero || n == 2 && direct && call.op != Collective::AllReduce)
             && copy_engine::volume(call, me, n) >= least;
         if !moved {
             return None;
         }
         let usual = if zero { CopyMode::Staged } else { CopyMode::Kernels };
-        let symmetric = self.symmetric.as_ref().filter(|_| copy_engine::may_be_direct(call.op, n));
+        let symmetric = self.symmetric.as_ref().filter(|_| direct);
         let found = symmetric.and_then(|heaps| self.tensors(call, heaps));
-        let direct = found.is_some() && (zero || overlaps && in_place(call, me));
+        let wants = found.is_some() && (zero || overlaps && in_place(call, me));
         let (own, expected) = found.unwrap_or((TensorOffsets::ELSEWHERE, Vec::new()));
-        let wanted = if direct { CopyMode::Direct } else { usual };
+        let wanted = if wants { CopyMode::Direct } else { usual };
         Some(CopyOffer { own, expected, wanted, usual })
     }
 

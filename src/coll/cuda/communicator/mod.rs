@@ -123,12 +123,11 @@ impl Communicator {
                     let offer = communicator.copy_offer(call, overlaps);
                     launch_log::compare(&communicator.control, state.launched, call, channel)?;
                     communicator.report.remember(state.launched, Description::of(call));
-                    let decided = match offer {
-                        Some(offer) => {
-                            Some((communicator.copy_decision(call, state.launched, &offer)?, offer))
-                        }
-                        None => None,
+                    let decide = |offer| {
+                        let decision = communicator.copy_decision(call, state.launched, &offer)?;
+                        Ok::<_, Error>((decision, offer))
                     };
+                    let decided = offer.map(decide).transpose()?;
                     if let Some((decision, offer)) =
                         decided.filter(|(decision, _)| decision.mode != CopyMode::Kernels)
                     {

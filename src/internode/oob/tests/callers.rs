@@ -70,7 +70,7 @@ fn unidentified_callers_are_refused_and_nobody_waits_for_them() {
         let many: Vec<OwnedFd> = (0..2 * UNIDENTIFIED).map(|_| job.connect(hub_rank).0).collect();
         let caller = job.meet([Rank(1)]);
         let hub = hub.join().expect("no panic");
-        assert!(call(&StoreAddress::Inet(entry.addresses)).is_none(), "nobody listens any more");
+        assert!(call(&StoreAddress::Inet(entry.addresses)).is_none(), "the hub still listens");
         assert!(many.iter().all(is_closed));
         assert!(job.nodes.iter().all(|node| node.failure().is_none()));
         drop((caller, hub));
