@@ -20,6 +20,10 @@ sys.path.append(str(Path(__file__).parents[1]))
 from limits import ends_after
 from torch_symm.launch import ranks as launched
 
+# If CI is set, torch's run_tests needs a package of its own and pytest repeats each failure in its summary: tests do not.
+for name in ("CI", "BUILD_NUMBER"):
+    os.environ.pop(name, None)
+
 # Forked ranks must not inherit a pool of threads.
 torch.set_num_threads(1)
 
