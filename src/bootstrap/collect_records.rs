@@ -6,6 +6,7 @@ use super::{Attempt, MemberProcess};
 use crate::error::{Error, Result};
 use crate::node_map::RankLocation;
 use crate::rank::{Rank, name_ranks};
+use crate::store::Store;
 use crate::sys::process::{self, ProcessId};
 use crate::sys::required::Required;
 use rustix::fd::OwnedFd;
@@ -150,14 +151,24 @@ pub(super) fn read(
 
 /// Returns the failure that `process` has recorded under the key of `rank`, if any.
 pub(super) fn failure_of(attempt: &Attempt<'_>, rank: Rank, process: ProcessId) -> Option<Error> {
+    recorded_failure(attempt.store, rank, |record| record.process() == process)
+}
+
+/// Returns the failure in the record under the key of `rank`, if there is one and the record is of
+/// `this` attempt.
+pub(super) fn recorded_failure(
+    store: &dyn Store,
+    rank: Rank,
+    this: impl Fn(&JoinRecord) -> bool,
+) -> Option<Error> {
     let key = Attempt::key(rank.0);
-    if !attempt.store.check(&[&key]).ok()? {
+    if !store.check(&[&key]).ok()? {
         return None;
     }
-    let value = attempt.store.get(&key, None).ok()?;
+    let value = store.get(&key, None).ok()?;
     let record = JoinRecord::decode(rank, &value).ok()?;
     let failure = record.failure.as_ref()?;
-    (record.process() == process).then(|| failure.error())
+    this(&record).then(|| failure.error())
 }
 
 fn judge(attempt: &Attempt<'_>, claim: &RankClaim<'_>, record: JoinRecord) -> Result<RecordStatus> {

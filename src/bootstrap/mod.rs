@@ -25,6 +25,7 @@ pub mod fuzz;
 mod handshake;
 mod join_deadline;
 mod member;
+mod multi_node;
 mod options;
 mod rank_lease;
 mod record;
@@ -32,7 +33,6 @@ mod record;
 use crate::dtype::SumOrder;
 use crate::error::{Error, Result};
 use crate::mem::shm::HostReservation;
-use crate::node_map::RankLocation;
 use crate::rank::Rank;
 use crate::store::Store;
 use crate::store::deadline::DeadlineStore;
@@ -42,9 +42,10 @@ use crate::sys::node_id::{self, NodeId};
 use crate::sys::process::{self, ProcessId};
 use crate::sys::random;
 use crate::sys::required::{self, Required};
-use claim::{Published, RankClaim};
+use claim::RankClaim;
 use collect_records::Gathered;
 use join_deadline::JoinDeadline;
+pub use multi_node::MultiNodeRanks;
 pub use options::JoinOptions;
 pub use rank_lease::RankLease;
 use record::JoinRecord;
@@ -142,33 +143,6 @@ pub enum Discovered<T> {
     SingleNode(T),
     /// The ranks are on several nodes.
     MultiNode(Box<MultiNodeRanks>),
-}
-
-/// The result of finding the ranks of a group on several nodes.
-#[derive(Debug)]
-pub struct MultiNodeRanks {
-    /// The location of each rank, in rank order.
-    pub placements: Vec<RankLocation>,
-    /// Prefix of the keys of this attempt.
-    prefix: String,
-    published: Published,
-}
-
-impl MultiNodeRanks {
-    /// Ends the search. Without `failed`, all ranks have read this rank's record; with it, joining
-    /// failed and the record keeps the cause for ranks that read it later.
-    pub fn end(&self, store: &dyn Store, failed: Option<&Error>) {
-        // Best effort, even after the deadline, because no rank waits for it.
-        let purpose = format!("rank {} could not remove its record", self.published.record.rank);
-        let store = PrefixStore::new(
-            &self.prefix,
-            DeadlineStore::new(store, Instant::now() + PROCESS_EXIT_DELAY, purpose),
-        );
-        match failed {
-            Some(error) => self.published.fail(&store, error),
-            None => self.published.remove(&store),
-        }
-    }
 }
 
 /// The result of meeting the other ranks.

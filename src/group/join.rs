@@ -51,9 +51,9 @@ impl Group {
         match (discovery::find(store, options, choice)?, across) {
             (GroupLocation::SingleNode(joined), _) => Self::of(*joined, options, None),
             (GroupLocation::MultiNode(several), Some(across)) => {
-                let (joining, search) = InternodeJoin::new(store, options, *several, across)?;
+                let joining = InternodeJoin::new(store, options, *several, across)?;
                 let joined = Self::multi_node(&joining, options);
-                search.end(store, joined.as_ref().err());
+                joining.end(store, joined.as_ref().err());
                 joined
             }
             (GroupLocation::MultiNode(_), None) => {

@@ -37,12 +37,15 @@ use crate::sys::{interrupt, thread};
 use crate::trace;
 use crate::transport::{GivenUp, HOST, Seat, Transports};
 use std::borrow::Cow;
+use std::cell::Cell;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Condvar};
 use std::time::{Duration, Instant};
 
 /// Poll interval for the group's failure while a rail is created.
 const INTERNODE_POLL: Duration = Duration::from_millis(20);
+/// Interval between two readings of all ranks' records, for each rank.
+const RECORDS_POLL: Duration = Duration::from_millis(50);
 /// Length of the text that the first rank of a node sends after the group's `Life`: the inter-node
 /// backends, and the members.
 const NAMES: usize = 512;
@@ -68,6 +71,8 @@ pub struct InternodeJoin<'a> {
     backends: &'a InterNodeBackends,
     store: DeadlineStore<'a>,
     node_map: Arc<NodeMap>,
+    /// The ranks' records in the store, if the node map was found through them.
+    records: Option<Box<MultiNodeRanks>>,
     rank: Rank,
     limit: CallTimeout,
 }
@@ -77,18 +82,6 @@ pub struct Joiner<'a> {
     internode: Arc<Internode>,
     chosen: AgreedSettings,
     address: Option<Address<'a>>,
-}
-
-/// The ranks' search for each other in the store, which ends once they have joined or failed.
-pub struct Search(Option<Box<MultiNodeRanks>>);
-
-impl Search {
-    /// Ends the search with the outcome of joining.
-    pub fn end(self, store: &dyn Store, failed: Option<&Error>) {
-        if let Some(apart) = self.0 {
-            apart.end(store, failed);
-        }
-    }
 }
 
 impl<'a> InternodeJoin<'a> {
@@ -102,7 +95,7 @@ impl<'a> InternodeJoin<'a> {
         options: &'a JoinOptions,
         several: MultiNodeJoin,
         across: &'a InternodeOptions<'a>,
-    ) -> Result<(Self, Search)> {
+    ) -> Result<Self> {
         let InterNodeChoice::Backends(backends) = &across.choice else {
             return Err(Error::internal("several nodes were not refused"));
         };
@@ -117,10 +110,15 @@ impl<'a> InternodeJoin<'a> {
             Instant::now() + limit.remaining().unwrap_or_default(),
             purpose,
         );
-        Ok((
-            Self { options, across, backends, store, node_map: Arc::new(layout), rank, limit },
-            Search(apart),
-        ))
+        let (node_map, records) = (Arc::new(layout), apart);
+        Ok(Self { options, across, backends, store, node_map, records, rank, limit })
+    }
+
+    /// Ends the ranks' search for each other in `store` with the outcome of joining.
+    pub fn end(self, store: &dyn Store, failed: Option<&Error>) {
+        if let Some(records) = self.records {
+            records.end(store, failed);
+        }
     }
 
     /// Joins the ranks of this node; `group` creates a group of them.
@@ -191,6 +189,7 @@ impl<'a> InternodeJoin<'a> {
             times: OobTimeouts::default(),
             backends: format!("{backends}{BETWEEN_NAMES}{members}"),
             late: &|| self.late(),
+            failed: &self.recorded_failures(),
         };
         let (news, told) = meeting.connect().map_err(|error| health.fail(error))?;
         let failed = |error: Error| {
@@ -275,6 +274,18 @@ impl<'a> InternodeJoin<'a> {
             cuda,
         };
         Ok((Arc::clone(&internode), Joiner { internode, chosen, address }))
+    }
+
+    /// Returns a function that returns the error of a rank that could not join, if one has recorded
+    /// it. It reads the records rarely, because a rank that joins at once needs none of them.
+    fn recorded_failures(&self) -> impl Fn() -> Option<Error> {
+        let interval = RECORDS_POLL * self.node_map.size() as u32;
+        let next = Cell::new(Instant::now() + interval);
+        move || {
+            let due = Instant::now() >= next.get();
+            due.then(|| next.set(Instant::now() + interval))?;
+            self.records.as_ref()?.failure(&self.store)
+        }
     }
 
     /// Returns the time that is left for joining.
@@ -461,6 +472,7 @@ pub(crate) fn among_threads(
         times: OobTimeouts::default(),
         backends: String::new(),
         late: &|| None,
+        failed: &|| None,
     };
     let (news, HubAnnouncement { life, .. }) = meeting.connect().expect("all meet");
     let (store, backends) =

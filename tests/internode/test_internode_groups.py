@@ -149,6 +149,20 @@ def test_nodes_that_did_not_meet_in_time_meet_at_the_next_attempt(rank: int, wor
     assert total() == 3
 
 
+@pytest.mark.ranks(3, backend=None)
+@pytest.mark.parametrize("wrong", [0, 1], ids=["first node", "second node"])
+def test_all_ranks_are_told_of_a_node_that_cannot_be_reached(rank: int, world_size: int, wrong: int) -> None:
+    node = int(rank == 2) if wrong == 0 else int(rank > 0)
+    os.environ.update(SYMM_TEST_NODE="ab"[node], GLOO_SOCKET_IFNAME="nothing0" if node == wrong else "lo")
+    os.environ.pop("SYMM_INTER_NODE_BACKEND", None)
+    listens = r'rank [01] \(node "a", pid \d+\) cannot listen for the other nodes of .*GLOO_SOCKET_IFNAME="nothing0"'
+    expected = listens if wrong == 0 else r'rank 1 \(node "b", pid \d+\) could not make rail 0 .*nothing0'
+    begun = time.monotonic()
+    with pytest.raises(dist.DistBackendError, match=expected):
+        ranks.init(rank, world_size, timeout=100)
+    assert time.monotonic() - begun < 50
+
+
 def test_a_forked_child_reads_its_own_settings() -> None:
     # This call makes the parent read its settings, if it has not read them before.
     torch_symm.dump_trace()

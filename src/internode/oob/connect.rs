@@ -75,6 +75,8 @@ pub(in crate::internode) struct OobConnector<'a> {
     /// Called at the timeout: returns an error that names the ranks which keep others of their
     /// nodes waiting, if any are known.
     pub(in crate::internode) late: &'a dyn Fn() -> Option<Error>,
+    /// Called in every poll: returns the error of a rank that cannot join, if one is known.
+    pub(in crate::internode) failed: &'a dyn Fn() -> Option<Error>,
 }
 
 /// Key of a hub in the store. It is deleted once all callers have connected, or the hub abandons
@@ -138,22 +140,18 @@ impl OobConnector<'_> {
                 self.group
             ))
         })?;
-        self.node.failure().map_or(Ok(()), Err)
+        self.node.failure().or_else(self.failed).map_or(Ok(()), Err)
     }
 
     fn accept_leaders(&self) -> Result<(LeaderRegistration, HubAnnouncement)> {
         let (me, group) = (self.node_map.describe(self.me), self.group);
-        let addresses = self.addresses.clone().map_or_else(
-            || {
-                address::own(
-                    Instant::now() + self.limit.remaining().unwrap_or_default().min(DNS_TIMEOUT),
-                )
-            },
-            Ok,
-        )?;
-        let addresses =
-            addresses.into_iter().take(ADDRESSES).map(|ip| SocketAddr::new(ip, 0)).collect();
-        let listeners = ListeningSockets::at(&StoreAddress::Inet(addresses)).map_err(|error| {
+        let deadline = Instant::now() + self.limit.remaining().unwrap_or_default().min(DNS_TIMEOUT);
+        let addresses = self.addresses.clone().map_or_else(|| address::own(deadline), Ok);
+        let listen = |addresses: Vec<IpAddr>| {
+            let all = addresses.into_iter().take(ADDRESSES).map(|ip| SocketAddr::new(ip, 0));
+            ListeningSockets::at(&StoreAddress::Inet(all.collect()))
+        };
+        let listeners = addresses.and_then(listen).map_err(|error| {
             Error::config(format!(
                 "{me} cannot listen for the other nodes of group \"{group}\": {}",
                 error.message
