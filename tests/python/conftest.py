@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from limits import ends_after
 from torch_symm.launch import ranks as launched
 
-# If CI is set, torch's run_tests needs a package of its own and pytest repeats each failure in its summary: tests do not.
+# If one of these is set, torch's run_tests needs one more package, and pytest's summary repeats each failure in full.
 for name in ("CI", "BUILD_NUMBER"):
     os.environ.pop(name, None)
 
