@@ -19,8 +19,9 @@ impl CallHeader {
     /// Length of a header. It is the same for every call, so ranks that disagree on everything else
     /// still exchange it in order.
     pub(super) const BYTES: usize = 48;
-    /// Size of the call site at the end of a slot, if the call has one.
-    pub(super) const SITE_BYTES: usize = shared_text::BYTES;
+    /// Size of each text at the end of a slot: the call site, if the call has one, and before it
+    /// the lengths of single ranks, if ranks agree on them.
+    const TEXT_BYTES: usize = shared_text::BYTES;
 
     pub(super) fn of(call: &CallSpec, sequence: u64) -> Self {
         let description = Description::of(call);
@@ -56,29 +57,46 @@ impl CallHeader {
         Self { sequence, description: Description { head, bytes, detail }, fingerprint: next() }
     }
 
-    /// Writes the end of the call site `text` to the last bytes of `slot`.
-    pub(super) fn write_call_site(slot: &mut [u8], text: &str) {
-        let (text, at) = (shared_text::end_of(text), slot.len() - Self::SITE_BYTES);
-        slot[at..at + text.len()].copy_from_slice(text.as_bytes());
+    /// Returns the size of the texts at the end of a slot of `call`.
+    pub(super) fn texts_bytes(call: &CallSpec) -> usize {
+        let description = Description::of(call);
+        let texts = [description.has_call_site(), description.has_lengths()];
+        texts.into_iter().filter(|&has| has).count() * Self::TEXT_BYTES
     }
 
-    /// Returns the call site in `slot`, whose header is `self`; empty if the call or the slot has
-    /// no call site.
-    fn call_site(&self, slot: &[u8]) -> String {
-        match slot[Self::BYTES..].last_chunk::<{ Self::SITE_BYTES }>() {
-            Some(text) if self.description.has_call_site() => {
-                String::from_utf8_lossy(text).trim_end_matches('\0').to_owned()
+    /// Writes the texts of `call` to the end of `slot`. Lengths that need more bytes are left out.
+    pub(super) fn write_texts(slot: &mut [u8], call: &CallSpec) {
+        let lengths: Vec<_> = call.agreed_lengths().iter().map(|span| span.bytes).collect();
+        let lengths = (!lengths.is_empty()).then(|| format!("{lengths:?}"));
+        let site = call.call_site.map(|site| shared_text::end_of(site.text()).to_owned());
+        let mut start = slot.len();
+        for text in [site, lengths].into_iter().flatten() {
+            start -= Self::TEXT_BYTES;
+            if text.len() <= Self::TEXT_BYTES {
+                slot[start..start + text.len()].copy_from_slice(text.as_bytes());
             }
-            Some(_) | None => String::new(),
         }
     }
 
+    /// Returns the texts at the end of `slot`, whose header is `self`: the call site, and the
+    /// lengths of single ranks. Each is empty if the call or the slot has none.
+    fn texts(&self, slot: &[u8]) -> [String; 2] {
+        let mut rest = &slot[Self::BYTES..];
+        [self.description.has_call_site(), self.description.has_lengths()].map(|has| {
+            let last = rest.split_last_chunk::<{ Self::TEXT_BYTES }>().filter(|_| has);
+            last.map_or_else(String::new, |(others, text)| {
+                rest = others;
+                String::from_utf8_lossy(text).trim_end_matches('\0').to_owned()
+            })
+        })
+    }
+
     /// Returns the reason why this header differs from `other`, if their calls look the same.
-    /// `sites` is true if messages show the call sites, and these differ.
-    fn hidden_difference(&self, other: &Self, sites: bool) -> &'static str {
+    /// `shown` is true if the message shows texts that differ.
+    fn hidden_difference(&self, other: &Self, shown: bool) -> &'static str {
         let visible = |header: &Self| (header.sequence, header.description.without_call_site());
         let with_call_site = self.description.has_call_site();
-        if visible(self) != visible(other) || sites {
+        if visible(self) != visible(other) || shown {
             ""
         } else if with_call_site != other.description.has_call_site() {
             ": some were started with SYMM_DEBUG=call_site, others were not"
@@ -123,19 +141,27 @@ impl CallHeader {
         let Some(place) = rest.iter().position(|other| other != first) else {
             return Ok(Self::common(shown, slot));
         };
-        let site = |at: usize| headers[at].call_site(&shown[at * slot..(at + 1) * slot]);
-        let (other, sites) = (place + 1, [site(0), site(place + 1)]);
-        let called = |at: usize, site: &str| {
+        let other = place + 1;
+        let texts = |at: usize| headers[at].texts(&shown[at * slot..(at + 1) * slot]);
+        let ([site, lengths], [other_site, other_lengths]) = (texts(0), texts(other));
+        let differ = |one: &str, other: &str| !one.is_empty() && !other.is_empty() && one != other;
+        let lengths_differ = differ(&lengths, &other_lengths);
+        let called = |at: usize, site: &str, lengths: &str| {
             let Self { sequence, description, .. } = headers[at];
             let rank = layout.describe(ranks[at]);
+            let with = if lengths_differ {
+                format!(" with lengths {lengths} bytes")
+            } else {
+                String::new()
+            };
             let at = if site.is_empty() { "" } else { " at " };
-            format!("{rank} called {description} as #{sequence}{at}{site}")
+            format!("{rank} called {description}{with} as #{sequence}{at}{site}")
         };
-        let shown = !sites.contains(&String::new()) && sites[0] != sites[1];
+        let shown = lengths_differ || differ(&site, &other_site);
         Err(Error::mismatch(format!(
             "ranks of group \"{group}\" do not agree: {}, {}{}",
-            called(0, &sites[0]),
-            called(other, &sites[1]),
+            called(0, &site, &lengths),
+            called(other, &other_site, &other_lengths),
             headers[other].hidden_difference(first, shown)
         )))
     }
@@ -175,17 +201,15 @@ mod tests {
         assert!(agree(&shown([usual, header(8, 4), header(8, 4)])).is_err());
     }
 
-    /// Returns the end of the error of two ranks that make these calls; with call sites in the
-    /// slots if `sites` is true.
-    fn difference(calls: [&CallSpec<'_>; 2], sites: bool) -> String {
+    /// Returns the end of the error of two ranks that make these calls; with texts in the slots if
+    /// `texts` is true.
+    fn difference(calls: [&CallSpec<'_>; 2], texts: bool) -> String {
         let layout = NodeMap::of(&["a", "b"].map(RankLocation::on));
         let slot = |call: &CallSpec<'_>| {
             let mut slot = CallHeader::of(call, 3).to_bytes(None).to_vec();
-            if sites {
-                slot.resize(CallHeader::BYTES + CallHeader::SITE_BYTES, 0);
-                call.call_site
-                    .iter()
-                    .for_each(|site| CallHeader::write_call_site(&mut slot, site.text()));
+            if texts {
+                slot.resize(CallHeader::BYTES + 2 * CallHeader::TEXT_BYTES, 0);
+                CallHeader::write_texts(&mut slot, call);
             }
             slot
         };
@@ -220,7 +244,7 @@ mod tests {
         let long = at(&format!("/{}/train.py:12", "ü".repeat(100)));
         let text = difference([&one, &long], true);
         let end = text.split_once("ü").expect("the end of a long path").1;
-        assert!(end.ends_with("ü/train.py:12") && end.len() < CallHeader::SITE_BYTES, "{text}");
+        assert!(end.ends_with("ü/train.py:12") && end.len() < CallHeader::TEXT_BYTES, "{text}");
         let gather = |lengths: [usize; 2], call_site| CallSpec {
             op: Collective::AllGather,
             outputs: lengths.map(|bytes| Span { addr: 64, bytes }).to_vec().into(),
@@ -234,6 +258,12 @@ mod tests {
             let calls = [[4, 8], [8, 4]].map(|lengths| gather(lengths, call_site));
             let text = difference([&calls[0], &calls[1]], false);
             assert!(text.ends_with(&format!("as #3{expected}")), "{text}");
+            let (text, at) =
+                (difference([&calls[0], &calls[1]], true), call_site.map_or("", |_| " at a.py:1"));
+            let called = |lengths| {
+                format!("all_gather(3 × float32, 12 bytes) with lengths {lengths} bytes as #3{at}")
+            };
+            assert_eq!(text, format!("{} | {}", called("[4, 8]"), called("[8, 4]")));
         }
     }
 }

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::rank::Rank;
 use std::sync::Arc;
 
-/// Maximum number of bytes of data in a slot without a call site.
+/// Maximum number of bytes of data in a slot without texts.
 const INLINE_BYTES: usize = HEADER_SLOT_BYTES - CallHeader::BYTES;
 /// Size of the factor at the start of a rank's record.
 const FACTOR_BYTES: usize = 8;
@@ -52,20 +52,17 @@ impl InternodeExecutor<'_> {
     }
 
     /// Returns the maximum number of bytes of data in a slot of this call. Ranks agree on it,
-    /// because headers also say whether the call has a call site.
+    /// because headers also say which texts the call has.
     fn inline_bytes(&self) -> usize {
-        let site = self.user_call.call_site.map_or(0, |_| CallHeader::SITE_BYTES);
-        INLINE_BYTES - site
+        INLINE_BYTES - CallHeader::texts_bytes(self.user_call)
     }
 
-    /// Returns a slot with the header of this call, and its call site if it has one.
+    /// Returns a slot with the header of this call and its texts.
     fn slot(&self, even: Option<usize>) -> [u8; HEADER_SLOT_BYTES] {
         let mut slot = [0; HEADER_SLOT_BYTES];
         slot[..CallHeader::BYTES]
             .copy_from_slice(&CallHeader::of(self.user_call, self.sequence).to_bytes(even));
-        if let Some(call_site) = self.user_call.call_site {
-            CallHeader::write_call_site(&mut slot, call_site.text());
-        }
+        CallHeader::write_texts(&mut slot, self.user_call);
         slot
     }
 
