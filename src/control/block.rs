@@ -16,6 +16,7 @@ use crate::sync::shared_text::SharedText;
 use crate::sys::cpu_affinity;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Mutex, OnceLock};
+use std::time::Instant;
 
 /// Maximum number of spin iterations, some 40 ns each, while other processes contend for the cores
 /// of this process; a peer that has a core answers within that time.
@@ -106,6 +107,8 @@ pub struct ControlBlock {
     /// The larger group's call for which this member runs collectives; empty before the first.
     parent_call: Mutex<String>,
     pub(super) exited: Vec<OnceLock<String>>,
+    /// When this member first saw that each member had left because of an error.
+    pub(super) failed_at: Vec<OnceLock<Instant>>,
     /// The first member that this member has seen exit.
     pub(super) first_exited: OnceLock<Rank>,
     /// Describes the progress of calls that run in kernels. Set once kernels may wait for peers
@@ -133,6 +136,7 @@ impl ControlBlock {
     ) -> Self {
         let layout = SegmentLayout::new(members.len());
         let exited = members.iter().map(|_| OnceLock::new()).collect();
+        let failed_at = members.iter().map(|_| OnceLock::new()).collect();
         Self {
             segment,
             layout,
@@ -143,6 +147,7 @@ impl ControlBlock {
             order: SumOrder::Rank,
             parent_call: Mutex::default(),
             exited,
+            failed_at,
             first_exited: OnceLock::new(),
             kernel_progress: OnceLock::new(),
             spins,
@@ -240,6 +245,11 @@ impl ControlBlock {
         CurrentCall::of(self.words(rank).doing.load(Ordering::Relaxed))
     }
 
+    /// Returns the message for which a thread of `rank` sleeps.
+    pub(super) fn awaited_message(&self, rank: Rank) -> Option<AwaitedMessage> {
+        AwaitedMessage::of(self.words(rank).awaited.load(Ordering::Relaxed))
+    }
+
     /// Returns the phase of joining that `rank` has reached.
     pub fn phase(&self, rank: Rank) -> &AtomicU32 {
         &self.words(rank).phase
@@ -284,7 +294,7 @@ impl ControlBlock {
         }
     }
 
-    fn set_current_call(&self, call: CurrentCall) {
+    pub(super) fn set_current_call(&self, call: CurrentCall) {
         self.words(self.rank).doing.store(call.word(), Ordering::Relaxed);
     }
 

@@ -74,6 +74,12 @@ impl AwaitedMessage {
             | u64::from(self.send) << 1
             | 1
     }
+
+    pub(super) fn of(word: u64) -> Option<Self> {
+        let (send, peer, tag) =
+            (word & 2 != 0, Rank((word >> 2) as u32 & (u32::MAX >> 2)), word >> 32);
+        (word != 0).then_some(Self { send, peer, tag: tag as u32 as i32 })
+    }
 }
 
 /// The calls that a member has rejected since its last valid call. If the counts of two members are

@@ -2,13 +2,17 @@
 //! doing.
 
 use super::block::{ControlBlock, KernelProgress};
-use super::call_state::CallProgress;
+use super::call_state::{AwaitedMessage, CallProgress};
 use crate::error::{Error, Result};
 use crate::rank::{Rank, name_ranks};
 use crate::sys::process;
 use std::iter;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+/// Maximum time for which a process that leaves because of an exception counts as about to end.
+const PROCESS_END_GRACE: Duration = Duration::from_secs(1);
 
 impl ControlBlock {
     /// Records `error` unless the group has failed before, and wakes every member; returns the
@@ -77,8 +81,23 @@ impl ControlBlock {
     }
 
     /// Returns the reason why `rank` can no longer take part; `None` if it can.
+    ///
+    /// A process that leaves because of an exception is about to end. The reason is known only once
+    /// it has ended, or after [`PROCESS_END_GRACE`]: a launcher blames the process that ends first,
+    /// and some launchers show only the traceback of that one.
     pub fn exit_reason(&self, rank: Rank) -> Option<String> {
+        if self.ended(rank).is_none() && self.is_about_to_end(rank) {
+            return None;
+        }
         self.departure(rank).or_else(|| self.ended(rank).cloned())
+    }
+
+    fn is_about_to_end(&self, rank: Rank) -> bool {
+        // The end of this process itself is not watched.
+        self.words(rank).departed.load(Ordering::Acquire) != 0
+            && self.pid(rank) != self.pid(self.rank)
+            && !self.words(rank).exit_reason.0.read().is_empty()
+            && self.failed_at[rank.index()].get_or_init(Instant::now).elapsed() < PROCESS_END_GRACE
     }
 
     /// Returns how `rank` has left the group, if it has.
@@ -128,23 +147,38 @@ impl ControlBlock {
         )
     }
 
+    /// Returns what `rank` is doing in the group, such as "in all_reduce #3".
+    pub fn activity(&self, rank: Rank) -> String {
+        let doing = self.current_call(rank);
+        if let Some(AwaitedMessage { send, peer, tag }) = self.awaited_message(rank)
+            && doing.is_none_or(|doing| doing.progress == CallProgress::Finished)
+        {
+            let (before, peer) = (
+                doing.filter(|_| !self.has_parent()).map_or_else(String::new, |doing| {
+                    format!("finished {} #{}, ", doing.op.name(), doing.number)
+                }),
+                self.display_rank(peer),
+            );
+            let what = if send { "send to" } else { "recv from" };
+            return format!("{before}in {what} rank {peer} (tag {tag})");
+        }
+        match doing {
+            None => "has begun no collective".into(),
+            // The collective's name would not help the user, who called another.
+            Some(doing) if self.has_parent() => match doing.progress {
+                CallProgress::Running => "in a collective".into(),
+                CallProgress::Finished => "in no collective".into(),
+                CallProgress::WaitsForNodes => "waits for other nodes".into(),
+            },
+            Some(doing) => doing.to_string(),
+        }
+    }
+
     /// Lists the missing members and what each process is doing.
     pub fn late_ranks(&self, missing: &dyn Fn(Rank) -> bool) -> String {
         let late: Vec<Rank> =
             self.ranks().filter(|&rank| rank != self.rank && missing(rank)).collect();
-        let state = |rank: &Rank| {
-            let doing = match self.current_call(*rank) {
-                None => "has begun no collective".into(),
-                // The collective's name would not help the user, who called another.
-                Some(doing) if self.has_parent() => match doing.progress {
-                    CallProgress::Running => "in a collective".into(),
-                    CallProgress::Finished => "in no collective".into(),
-                    CallProgress::WaitsForNodes => "waits for other nodes".into(),
-                },
-                Some(doing) => doing.to_string(),
-            };
-            format!("{}, {doing}", self.process_state(*rank))
-        };
+        let state = |&rank: &Rank| format!("{}, {}", self.process_state(rank), self.activity(rank));
         let states: Vec<String> = late.iter().map(state).collect();
         let late: Vec<Rank> = late.into_iter().map(|rank| self.display_rank(rank)).collect();
         format!("{} ({})", name_ranks(&late), states.join("; "))

@@ -10,7 +10,7 @@ use crate::rank::Rank;
 use crate::sync::timeout::CallTimeout;
 use crate::sys::process;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Makes the control blocks of a group of `n` ranks, all in this process.
 pub(crate) fn controls(n: u32) -> Vec<ControlBlock> {
@@ -119,6 +119,46 @@ fn who_leaves_may_say_because_of_what() {
         controls[1].note_departure(farewell);
         assert_eq!(controls[0].exit_reason(Rank(1)).as_deref(), Some(expected));
     }
+}
+
+#[test]
+fn a_process_that_leaves_with_an_exception_is_named_once_it_has_ended() {
+    let expected = Some("left the group after KeyError: 'x'".to_owned());
+    let [own, ended, lives] =
+        <[_; 3]>::try_from(controls_of(&[std::process::id(), 7, 8])).expect("three");
+    ended.note_departure("KeyError: 'x'");
+    lives.note_departure("KeyError: 'x'");
+    assert_eq!((own.exit_reason(Rank(1)), own.exit_reason(Rank(2))), (None, None));
+    own.note_exit(Rank(1), "has ended (exited with code 1)".into());
+    assert_eq!((own.exit_reason(Rank(1)), own.exit_reason(Rank(2))), (expected.clone(), None));
+    let given_up = Instant::now() + Duration::from_secs(30);
+    while own.exit_reason(Rank(2)).is_none() && Instant::now() < given_up {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert_eq!(own.exit_reason(Rank(2)), expected);
+    // The memory of a process that has left is never read, even if it still runs.
+    assert!(own.departure(Rank(2)).is_some());
+}
+
+#[test]
+fn what_a_rank_does_includes_messages() {
+    let controls = controls(3);
+    let activity = || controls[0].activity(Rank(1));
+    let waits = |send| {
+        controls[1].await_message(Some(AwaitedMessage { send, peer: Rank(2), tag: -1 }));
+    };
+    assert_eq!(activity(), "has begun no collective");
+    waits(false);
+    assert_eq!(activity(), "in recv from rank 2 (tag -1)");
+    let call = |progress| CurrentCall { number: 4, op: Collective::AllReduce, progress };
+    controls[1].set_current_call(call(CallProgress::Finished));
+    waits(true);
+    assert_eq!(activity(), "finished all_reduce #4, in send to rank 2 (tag -1)");
+    controls[1].set_current_call(call(CallProgress::Running));
+    assert_eq!(activity(), "in all_reduce #4");
+    controls[1].set_current_call(call(CallProgress::Finished));
+    controls[1].await_message(None);
+    assert_eq!(activity(), "finished all_reduce #4 and began nothing since");
 }
 
 #[test]

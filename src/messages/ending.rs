@@ -243,7 +243,7 @@ impl MessageTable {
 
 fn state_of(control: &ControlBlock, peer: Rank) -> String {
     let state = crate::sys::process::state(control.pid(peer)).unwrap_or("exited");
-    format!("{} ({state})", control.describe(peer))
+    format!("{} ({state}, {})", control.describe(peer), control.activity(peer))
 }
 
 impl FailureListener for Messages {

@@ -23,6 +23,8 @@ TIMEOUT_S = 6.0
 SHORTER = f"the group's timeout is {TIMEOUT_S:g} s"
 #: Seconds within which all notice an exit: on one node, with 16 ranks on it, on several nodes.
 SOON_S, CROWDED_S, NODES_S = 0.1, 1.0, 0.2
+#: The same after an uncaught exception: the others wait until the process has ended, which takes Python 0.1 to 0.3 s.
+ENDING_S = 0.5
 LONG = 3 << 20
 
 
@@ -229,7 +231,8 @@ def says(row: Death) -> tuple[str, ...]:
 
 def row(name: str, title: str, sides: tuple[str, ...] = ("gloo", "symm"), where: str = "both", **what: object) -> None:
     death = Death(**what)  # type: ignore[arg-type]
-    within = NODES_S if death.layout else CROWDED_S if death.world > WORLD else SOON_S
+    soon = ENDING_S if death.end == "uncaught exception" else SOON_S
+    within = NODES_S if death.layout else CROWDED_S if death.world > WORLD else soon
     promise = Promise(
         sees=("SymmPeerError",),
         names=(death.victim,),
