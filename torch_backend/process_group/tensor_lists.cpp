@@ -184,7 +184,7 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::allreduce_sparse(
 // in rank order.
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::sum_sparse(
     const at::Tensor& tensor, const ::c10d::AllreduceOptions& opts) {
-  TORCH_CHECK_VALUE(
+  TORCH_CHECK_NOT_IMPLEMENTED(
       opts.reduceOp == ::c10d::ReduceOp::SUM,
       "ProcessGroupSymm::allreduce: sparse tensors can only be reduced with ReduceOp.SUM; use "
       "to_dense() for the others");
@@ -207,21 +207,31 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::sum_sparse(
     allgather(all, inputs, sync);
     return all[0];
   };
-  // Each rank's number of entries, sparse dimensions and sizes.
-  std::vector<int64_t> header{own._nnz(), own.sparse_dim()};
+  // Each rank's number of entries, of sparse dimensions and of all dimensions, then the sizes. The
+  // length is the same on all ranks, so all ranks raise the same error if the sizes differ.
+  constexpr int64_t kSizes = 3;
+  constexpr int64_t kMostDimensions = 64;
+  std::vector<int64_t> header{own._nnz(), own.sparse_dim(), own.dim()};
   header.insert(header.end(), own.sizes().begin(), own.sizes().end());
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      own.dim() <= kMostDimensions,
+      "ProcessGroupSymm::allreduce: a sparse tensor may have at most ", kMostDimensions,
+      " dimensions");
+  header.resize(kSizes + kMostDimensions);
   const auto length = static_cast<int64_t>(header.size());
   const auto headers =
       gathered(at::tensor(header, at::kLong), std::vector<int64_t>(getSize(), length));
+  const auto described = [](const at::Tensor& shown) {
+    const auto* words = shown.const_data_ptr<int64_t>();
+    return c10::str(at::IntArrayRef(words + kSizes, words[2]), " (", words[1], " sparse)");
+  };
   std::vector<int64_t> counts;
   for (const auto& other : headers) {
     counts.push_back(other[0].item<int64_t>());
     TORCH_CHECK_VALUE(
         other.slice(0, 1).equal(headers[0].slice(0, 1)),
-        "ProcessGroupSymm::allreduce: Tensor dimensions do not match: [sparse dimensions, sizes] "
-        "is ",
-        other.slice(0, 1), " on rank ", counts.size() - 1, " and ", headers[0].slice(0, 1),
-        " on rank 0");
+        "ProcessGroupSymm::allreduce: Tensor dimensions do not match: ",
+        described(headers[0]), " on rank 0, ", described(other), " on rank ", counts.size() - 1);
   }
   const auto indices = gathered(own._indices().t(), counts);
   const auto values = gathered(own._values(), counts);
