@@ -21,7 +21,7 @@ WORLD = 3
 
 
 def inputs(rank: int) -> None:
-    """Tensors of autograd and of inference mode, and inputs whose elements share memory."""
+    """Tensors of autograd and of inference mode, inputs whose elements share memory, and interleaved rows."""
     with torch.inference_mode():
         t = torch.ones(4, 4).t()[1:]
         dist.all_reduce(t, async_op=True).wait()
@@ -36,6 +36,9 @@ def inputs(rank: int) -> None:
     assert received[:, 1].eq((rank - 1) % WORLD).all() and received[:, 0].eq(0).all()
     dist.broadcast(t := torch.ones(1).expand(8) if rank == 0 else torch.zeros(8), 0)
     assert t.eq(1).all()
+    # Rows that interleave without sharing an element, at offsets 0, 3, 2, 5, 4 and 7.
+    dist.all_reduce((memory := torch.arange(8.0)).as_strided((3, 2), (2, 3)))
+    assert memory.tolist() == [0, 1, 2 * WORLD, 3 * WORLD, 4 * WORLD, 5 * WORLD, 6, 7 * WORLD]
 
 
 def futures(rank: int) -> None:

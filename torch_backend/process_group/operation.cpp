@@ -32,8 +32,7 @@ void add_pieces(
   }
 }
 
-// Returns true if two elements of the strided `tensor` may share an address. For dimensions that
-// interleave, it may be true although no two elements do.
+// Returns true if two elements of the strided `tensor` share an address.
 bool elements_overlap(const at::Tensor& tensor) {
   std::vector<std::pair<int64_t, int64_t>> dimensions;
   for (int64_t i = 0; i < tensor.dim(); ++i) {
@@ -43,11 +42,35 @@ bool elements_overlap(const at::Tensor& tensor) {
   }
   std::sort(dimensions.begin(), dimensions.end());
   int64_t reach = 0;
+  bool interleaved = false;
   for (const auto& [stride, size] : dimensions) {
-    if (stride <= reach) {
+    interleaved |= stride <= reach;
+    reach += stride * (size - 1);
+  }
+  if (!interleaved) {
+    return false;
+  }
+  if (dimensions[0].first == 0 || tensor.numel() > reach + 1) {
+    return true;
+  }
+  // Rows that interleave, such as offsets 0, 3, 2, 5, 4, 7: only a look at each element tells.
+  std::vector<bool> used(reach + 1);
+  std::vector<int64_t> index(dimensions.size());
+  int64_t offset = 0;
+  for (int64_t i = 0; i < tensor.numel(); ++i) {
+    if (used[offset]) {
       return true;
     }
-    reach += stride * (size - 1);
+    used[offset] = true;
+    for (size_t d = 0; d < index.size(); ++d) {
+      const auto [stride, size] = dimensions[d];
+      offset += stride;
+      if (++index[d] < size) {
+        break;
+      }
+      offset -= stride * size;
+      index[d] = 0;
+    }
   }
   return false;
 }
