@@ -87,7 +87,9 @@ def _also_calls(partitioners: Any, must: Callable[[Node], bool], of_backward: bo
             return True
         if _target(node) not in _collectives or partitioners.must_recompute(node):
             return False
-        return bool(partitioners._has_tag_is_backward(node)) == of_backward
+        # AOTAutograd tags every node of the forward, but no node of an autograd.Function's backward that Dynamo traced.
+        of_forward = node.meta.get("partitioner_tag") in ("is_forward", "must_be_in_forward")
+        return of_forward != of_backward
 
     return must_or_calls
 

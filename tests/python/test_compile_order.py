@@ -116,9 +116,28 @@ def test_a_backward_pass_does_not_repeat_the_calls_of_the_forward_pass(rank: int
         result: torch.Tensor = checkpoint(region, x, w, use_reentrant=False)
         return result.sum()
 
+    class Gathered(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, w: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(w)
+            return summed(w, name) * w
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            (w,) = ctx.saved_tensors
+            # Another reduction, because AOTAutograd before torch 2.15 merges equal calls.
+            largest: torch.Tensor = ops.symm.all_reduce(w, "max", name)
+            return summed(grad.contiguous(), name) * largest
+
+    def with_calls_of_its_own(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = Gathered.apply(w.cos())
+        return (result.sin() * x).sum()
+
     for backend, step, calls in (
         ("aot_eager_default_partitioner", saved, 1),
         ("aot_eager", saved, 1),
+        ("aot_eager_default_partitioner", with_calls_of_its_own, 3),
+        ("aot_eager", with_calls_of_its_own, 3),
         ("aot_eager", recomputed, 2),
     ):
         gradients = []
