@@ -36,11 +36,10 @@ def scattered(
     return symm_mem.fused_matmul_reduce_scatter(A, B, op, dim, name_of())
 
 
-def scaled_gathered(rows: int = 16, scales: int = 1, dtype: torch.dtype = torch.float32) -> object:
+def scaled_gathered(rows: int = 16, scales: int = 1, bias: torch.Tensor | None = None) -> object:
     A, B = ones(rows, 16, dtype=torch.float8_e4m3fn), ones(16, 16, dtype=torch.float8_e4m3fn).t()
-    scale = ones(1, dtype=dtype)
-    lists: tuple[list[Any], ...] = ([None], [None], [None], [False])
-    return symm_mem.fused_all_gather_scaled_matmul(A, [B], ones(scales, 1), [scale], 0, name_of(), *lists)
+    lists: tuple[list[Any], ...] = ([bias], [None], [None], [False])
+    return symm_mem.fused_all_gather_scaled_matmul(A, [B], ones(scales, 1), [ones(1)], 0, name_of(), *lists)
 
 
 def scaled_scattered(dtype: torch.dtype, op: str = "sum") -> object:
@@ -146,7 +145,7 @@ REJECTED: dict[str, tuple[Callable[[], object], Callable[[], object], str]] = {
         lambda: scaled_scattered(torch.float32),
         "reduce_op must be sum or avg",
     ),
-    "dtype of a scale": (lambda: scaled_gathered(dtype=F64), scaled_gathered, "Invalid scaling configuration"),
+    "bias": (lambda: scaled_gathered(bias=ones(3)), scaled_gathered, "Bias must be size 16 but got 3"),
     "native factor": (
         lambda: torch.ops.symm._all_gather_matmul(ones(4, 4), [ones(3, 4)], name_of(), True),
         gathered,
@@ -164,7 +163,8 @@ def rejected_on_rank_1(rank: int, world: int) -> None:
     for name, (wrong, right, refusal) in REJECTED.items():
         init(rank, world, name=name)
         scattered()
-        with pytest.raises(ValueError if rank == 1 else torch_symm.SymmMismatchError, match=refusal) as error:
+        refusals = (ValueError, RuntimeError) if rank == 1 else torch_symm.SymmMismatchError
+        with pytest.raises(refusals, match=refusal) as error:
             (wrong if rank == 1 else right)()
         assert rank == 1 or ("rank 1 (pid" in str(error.value) and "rejected a call" in str(error.value)), name
         meet(f"rejected {name}", rank, world)
