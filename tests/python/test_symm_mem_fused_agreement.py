@@ -36,17 +36,33 @@ def scattered(
     return symm_mem.fused_matmul_reduce_scatter(A, B, op, dim, name_of())
 
 
-def scaled_gathered(rows: int = 16, scales: int = 1, bias: torch.Tensor | None = None) -> object:
+#: The shapes of scales of ``A`` and ``B`` that make one product.
+Scales = tuple[tuple[int, ...], tuple[int, ...]]
+WHOLE: Scales = ((1,), (1,))
+
+
+def scaled_gathered(rows: int = 16, scales: Scales = WHOLE, bias: torch.Tensor | None = None) -> object:
     A, B = ones(rows, 16, dtype=torch.float8_e4m3fn), ones(16, 16, dtype=torch.float8_e4m3fn).t()
+    of_A, of_B = (ones(*shape) for shape in scales)
     lists: tuple[list[Any], ...] = ([bias], [None], [None], [False])
-    return symm_mem.fused_all_gather_scaled_matmul(A, [B], ones(scales, 1), [ones(1)], 0, name_of(), *lists)
+    return symm_mem.fused_all_gather_scaled_matmul(A, [B], of_A, [of_B], 0, name_of(), *lists)
 
 
-def scaled_scattered(dtype: torch.dtype, op: str = "sum") -> object:
+def scaled_scattered(dtype: torch.dtype = torch.float32, op: str = "sum", scales: Scales = WHOLE) -> object:
     rows = 16 * dist.get_world_size()
-    A, B, scale = ones(rows, 16, dtype=torch.float8_e4m3fn), ones(16, 16, dtype=torch.float8_e4m3fn).t(), ones(1)
-    args = (A, B, scale, scale, op, 0, 0, name_of(), None, None, None, dtype)
+    A, B = ones(rows, 16, dtype=torch.float8_e4m3fn), ones(16, 16, dtype=torch.float8_e4m3fn).t()
+    args = (A, B, ones(*scales[0]), ones(*scales[1]), op, 0, 0, name_of(), None, None, None, dtype)
     return symm_mem.fused_scaled_matmul_reduce_scatter(*args)
+
+
+def by_row_on_cpu() -> bool:
+    """Returns true if this torch multiplies on the CPU with one scale for each row; older ones do not."""
+    try:
+        A = ones(16, 16, dtype=torch.float8_e4m3fn)
+        torch._scaled_mm(A, A.t(), ones(16, 1), ones(1, 16))
+    except (RuntimeError, ValueError):
+        return False
+    return True
 
 
 def piped(columns: int) -> object:
@@ -76,7 +92,7 @@ DIFFERENT: dict[str, tuple[Callable[[], object], Callable[[], object], tuple[str
     "columns, in Python": (lambda: scattered(2, 4, F64), lambda: scattered(2, 8, F64), (", 4)", ", 8)")),
     "reduction": (lambda: scattered(op="avg"), lambda: scattered(), ("avg", "sum")),
     "scaled rows": (lambda: scaled_gathered(16), lambda: scaled_gathered(32), ("(16, 16)", "(32, 16)")),
-    "scales": (lambda: scaled_gathered(16, 16), lambda: scaled_gathered(16), ("sharded rows", "tensor")),
+    "scales": (lambda: scaled_gathered(1, ((1, 1), (1,))), lambda: scaled_gathered(1), ("sharded rows", "tensor")),
     "dtype of the result": (
         lambda: scaled_scattered(torch.bfloat16),
         lambda: scaled_scattered(torch.float32),
@@ -139,12 +155,8 @@ REJECTED: dict[str, tuple[Callable[[], object], Callable[[], object], str]] = {
         "2 ranks do not divide the 3 elements",
     ),
     "reduction": (lambda: scattered(op="max"), scattered, "reduce_op must be sum or avg"),
-    "scale": (lambda: scaled_gathered(16, 5), scaled_gathered, "Invalid scale shape"),
-    "scaled reduction": (
-        lambda: scaled_scattered(torch.float32, "max"),
-        lambda: scaled_scattered(torch.float32),
-        "reduce_op must be sum or avg",
-    ),
+    "scale": (lambda: scaled_gathered(16, ((5, 1), (1,))), scaled_gathered, "Invalid scale shape"),
+    "scaled reduction": (lambda: scaled_scattered(op="max"), scaled_scattered, "reduce_op must be sum or avg"),
     "bias": (lambda: scaled_gathered(bias=ones(3)), scaled_gathered, "Bias must be size 16 but got 3"),
     "native factor": (
         lambda: torch.ops.symm._all_gather_matmul(ones(4, 4), [ones(3, 4)], name_of(), True),
@@ -156,11 +168,24 @@ REJECTED: dict[str, tuple[Callable[[], object], Callable[[], object], str]] = {
         scattered,
         "the 5 rows of A cannot be divided among 2 ranks",
     ),
+    "scales of rows, gathered": (
+        lambda: scaled_gathered(16, ((16, 1), (1,))),
+        lambda: scaled_gathered(16, ((16, 1), (1, 16))),
+        "Invalid scaling configuration",
+    ),
+    "scales of rows, scattered": (
+        lambda: scaled_scattered(scales=((32, 1), (1,))),
+        lambda: scaled_scattered(scales=((32, 1), (1, 16))),
+        "Invalid scaling configuration",
+    ),
 }
 
 
 def rejected_on_rank_1(rank: int, world: int) -> None:
+    by_row = by_row_on_cpu()
     for name, (wrong, right, refusal) in REJECTED.items():
+        if "scales of rows" in name and not by_row:
+            continue
         init(rank, world, name=name)
         scattered()
         refusals = (ValueError, RuntimeError) if rank == 1 else torch_symm.SymmMismatchError

@@ -65,9 +65,14 @@ class ScaledMatmul:
         return product
 
     def check(self, A: torch.Tensor, A_scale: torch.Tensor) -> None:
-        """Raises what products of ``A`` would raise, unless ``A`` is on a GPU or each row has a scale."""
-        if A.device.type == "cpu" and A_scale.numel() == 1:
+        """Raises what products of ``A`` would raise, unless ``A`` is on a GPU."""
+        if A.device.type != "cpu":
+            return
+        if A_scale.numel() == 1:
             self(A.new_empty(1, A.shape[-1]), A_scale)
+        else:
+            # Two rows, because torch takes a scale with one element for the scale of the whole matrix.
+            self(A.new_empty(2, A.shape[-1]), A_scale.new_ones(2, 1))
 
     def into(self, A: torch.Tensor, A_scale: torch.Tensor, out: torch.Tensor) -> None:
         """Writes the product to ``out``."""
