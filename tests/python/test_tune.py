@@ -134,6 +134,43 @@ def test_a_measurement_of_some_collectives_keeps_the_others() -> None:
     assert profile.with_others(made, {}, ["all_reduce"]) == made
 
 
+def test_a_measurement_of_some_collectives_keeps_the_thresholds_of_the_others() -> None:
+    def profiled(*ops: str, **settings: object) -> dict[str, Any]:
+        curves = [{"op": op} for op in ops]
+        return {"hardware": {"cpu": "x"}, "groups": [{"ranks": 2, **settings, "curves": curves}]}
+
+    old = profiled("all_reduce", "barrier", stream_bytes=7, cuda_tuning="lanes=3, one_shot_bytes=1")
+    for new, ops, expected in (
+        ({}, ["all_reduce"], {"stream_bytes": 7, "cuda_tuning": "lanes=3,one_shot_bytes=1"}),
+        ({"stream_bytes": 8}, ["barrier"], {"stream_bytes": 8, "cuda_tuning": "lanes=3,one_shot_bytes=1"}),
+        (
+            {"cuda_tuning": "one_shot_bytes=2,blocks=9"},
+            ["barrier"],
+            {"stream_bytes": 7, "cuda_tuning": "lanes=3,one_shot_bytes=2,blocks=9"},
+        ),
+        ({"stream_bytes": 8}, ["all_reduce", "barrier"], {"stream_bytes": 8}),
+        ({}, ["all_reduce", "barrier"], {}),
+    ):
+        found = profile.settings_of(profile.with_others(profiled(*ops, **new), old, ops))
+        assert found == ({2: expected} if expected else {}), (new, ops)
+
+
+def test_some_collectives_are_measured_under_the_thresholds_of_the_others(
+    tmp_path: Path, tune: Tune, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "LAUNCHES", 1)
+    settings = {2: {"stream_bytes": 1 << 21}}
+    old = profile.bare(profile.key("cpu", 2), settings)
+    old["groups"][0]["curves"] = [{"op": "broadcast", "algorithm": "inline", "bytes": [1024], "us": [5.0]}]
+    path, drafts, draft = tmp_path / "profile.json", [], profile.draft
+    profile.write(path, old)
+    monkeypatch.setattr(profile, "draft", lambda here, settings: drafts.append(settings) or draft(here, settings))
+    tune("--ranks", "2", "--largest", "2K", "--seconds", "0.1", "--ops", "all_gather", "--output", str(path))
+    written = json.loads(path.read_text())
+    assert drafts == [settings] and profile.settings_of(written) == settings
+    assert {curve["op"] for curve in written["groups"][0]["curves"]} == {"all_gather", "broadcast"}
+
+
 def tuned(rank: int, world: int) -> int:
     return entry.main(["tune", "--device", "cpu", "--ranks", "2", "--largest", "2K", "--seconds", "0.1"])
 

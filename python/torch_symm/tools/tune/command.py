@@ -224,6 +224,9 @@ def _calibrate(
         with progress("comparing", thresholds.count(world, ops, largest)) as on_visit:
             settings = thresholds.search(here, ops, largest, SEARCH * given.seconds, on_visit)
         left -= SEARCH * given.seconds
+    old = profile.known(path)
+    # The profile will have the thresholds of the collectives that it keeps, so measure under these too.
+    settings = profile.settings_of(profile.with_others(profile.bare(here, settings), old, ops))
     with profile.draft(here, settings) as draft:
         known = {ranks: profile.prices(device, ranks, world, "measured", draft) for ranks in sizes.group_sizes(world)}
         todo = []
@@ -239,7 +242,7 @@ def _calibrate(
     command = "python -m torch_symm " + shlex.join(["tune", *_shown(given)])
     measured = profile.measured(command, load, reference_us)
     made = profile.assemble(profile.bare(here, settings), found, measured, known)
-    profile.write(path, {**profile.with_others(made, profile.known(path), ops), **profile.inter_node(path)})
+    profile.write(path, {**profile.with_others(made, old, ops), **profile.inter_node(path)})
     for ranks, setting in settings.items():
         say(f"groups of {ranks}: " + ", ".join(f"{name} = {value}" for name, value in setting.items()))
     _say_state(reference_us, share)

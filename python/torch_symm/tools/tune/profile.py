@@ -133,12 +133,37 @@ def known(path: Path) -> dict[str, Any]:
 
 
 def with_others(made: dict[str, Any], old: Mapping[str, Any], ops: Sequence[str]) -> dict[str, Any]:
-    """Returns ``made`` with the other collectives than ``ops`` in the ``old`` profile, if that is of this hardware."""
+    """Returns ``made`` with the other collectives than ``ops`` in the ``old`` profile, if that is of this hardware.
+
+    The others keep the thresholds under which they were measured, except those that ``made`` sets.
+    """
     if old.get("hardware") != made["hardware"]:
         return made
-    kept = {group["ranks"]: [curve for curve in group["curves"] if curve["op"] not in ops] for group in old["groups"]}
-    groups = [{**group, "curves": group["curves"] + kept.get(group["ranks"], [])} for group in made["groups"]]
+    before, groups = {group["ranks"]: group for group in old["groups"]}, []
+    for group in made["groups"]:
+        its = before.get(group["ranks"], {"curves": []})
+        kept = [curve for curve in its["curves"] if curve["op"] not in ops]
+        groups.append({**(_over(its, group) if kept else group), "curves": group["curves"] + kept})
     return {**{name: old[name] for name in ("local",) if name in old}, **made, "groups": groups}
+
+
+def _over(its: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the entries of ``its`` with those of ``group`` over them, also within the list of GPU thresholds."""
+    both = {**its, **group}
+    if "cuda_tuning" in both:
+        pairs = ",".join(each.get("cuda_tuning", "") for each in (its, group)).split(",")
+        named = {pair.partition("=")[0].strip(): pair.strip() for pair in pairs if pair.strip()}
+        both["cuda_tuning"] = ",".join(named.values())
+    return both
+
+
+def settings_of(profile: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """Returns the thresholds in ``profile``, by ranks of a group, without the groups that have none."""
+    found = {
+        group["ranks"]: {name: value for name, value in group.items() if name not in ("ranks", "curves")}
+        for group in profile["groups"]
+    }
+    return {ranks: settings for ranks, settings in found.items() if settings}
 
 
 def inter_node(path: Path) -> dict[str, Any]:
