@@ -10,7 +10,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from threading import get_ident
+from functools import wraps
+from threading import local
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -121,23 +122,45 @@ def new_group_among(ranks: Sequence[int], proposals: Iterable[int], **options: A
     """
     global _number
     # This name is unique: groups that share their lowest rank have different numbers, because that rank counts them.
-    _number = max(proposals)
-    there, name = cast("Any", distributed_c10d), f"symm_{min(ranks)}_{_number}"
-    usual = there._process_group_name
-
-    caller = get_ident()
-
-    def agreed(*given: Any, **named: Any) -> Any:
-        if get_ident() != caller:  # another thread makes a group of its own
-            return usual(*given, **named)
-        there._process_group_name = usual
-        return name
-
-    there._process_group_name = agreed
+    number = max(proposals)
+    _number = max(_number, number)
+    _name_as_agreed()
+    _agreed.name = f"symm_{min(ranks)}_{number}"
     try:
         return new_group(list(ranks), use_local_synchronization=True, **options)
     finally:
-        there._process_group_name = usual
+        _agreed.name = None
+
+
+class _Agreed(local):
+    """The name of the group that this thread makes next; ``None``: torch names it."""
+
+    name: str | None = None
+
+
+_agreed = _Agreed()
+#: The function that names torch's groups once :func:`_name_as_agreed` has replaced torch's; otherwise ``None``.
+_naming: Any = None
+
+
+def _name_as_agreed() -> None:
+    """Makes torch's name of a group the one that the calling thread has agreed on, if it has; does not restore torch's.
+
+    If each group replaced and restored torch's function, threads that make groups at the same time would restore each
+    other's. A second call of this function has no effect.
+    """
+    global _naming
+    there: Any = distributed_c10d
+    usual = there._process_group_name
+    if usual is _naming:
+        return
+
+    @wraps(usual)
+    def agreed_or_usual(*given: Any, **named: Any) -> Any:
+        name, _agreed.name = _agreed.name, None
+        return usual(*given, **named) if name is None else name
+
+    _naming = there._process_group_name = agreed_or_usual
 
 
 def set_timeout(timeout: timedelta) -> None:

@@ -124,6 +124,35 @@ def test_other_threads_name_their_groups_as_usual() -> None:
     assert names[1] == f"symm_3_{number}" != names[0]
 
 
+@pytest.mark.ranks(1, backend=None)
+def test_threads_that_make_groups_at_the_same_time_give_each_its_name() -> None:
+    names: dict[int, str] = {}
+    both, first = threading.Barrier(2, timeout=20), threading.Event()
+
+    def name(ranks: list[int], **_: object) -> None:
+        both.wait()
+        if ranks[0] == 5:
+            assert first.wait(20)
+        names[ranks[0]] = dist.distributed_c10d._process_group_name(ranks, True)
+        first.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_torch_compat, "new_group", name)
+        number = _torch_compat.next_number()
+        threads = [
+            threading.Thread(target=_torch_compat.new_group_among, args=([lowest, 9], [number])) for lowest in (3, 5)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        naming = dist.distributed_c10d._process_group_name
+        both, number = threading.Barrier(1), number + 1
+        _torch_compat.new_group_among([7, 9], [number])
+    assert names == {3: f"symm_3_{number - 1}", 5: f"symm_5_{number - 1}", 7: f"symm_7_{number}"}
+    assert dist.distributed_c10d._process_group_name is naming and not naming([7, 9], True).startswith("symm")
+
+
 @pytest.mark.ranks(2, group_timeout=40)
 def test_an_intra_node_group_has_the_timeout_of_the_whole_group() -> None:
     groups = [dist.new_group(backend=backend, timeout=timedelta(seconds=50)) for backend in ("symm", "gloo")]
