@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import wraps
-from threading import local
+from threading import Lock, local
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -276,22 +276,36 @@ def nccl(name: str, store: Store, rank: int, size: int, timeout: timedelta) -> B
     return made
 
 
+#: Settings of NCCL's watchdog, and their values while no thread makes a backend without the watchdog.
+_WATCHDOG = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+_watchful: dict[str, str | None] = {}
+#: Number of threads that make a backend without the watchdog, and the lock for it and for :data:`_watchful`.
+_unwatching, _unwatching_lock = 0, Lock()
+
+
 @contextmanager
 def _unwatched() -> Iterator[None]:
-    """Disables NCCL's watchdog, because symm ends calls that hang. A backend reads these settings when it is made."""
-    watchful = dict.fromkeys(
-        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT"), "0"
-    )
-    before = {setting: os.environ.get(setting) for setting in watchful}
-    os.environ.update(watchful)
+    """Disables NCCL's watchdog, because symm ends calls that hang. A backend reads these settings when it is made.
+
+    Of the threads that are in this context at the same time, the last one restores the settings.
+    """
+    global _unwatching
+    with _unwatching_lock:
+        if not _unwatching:
+            _watchful.update({setting: os.environ.get(setting) for setting in _WATCHDOG})
+            os.environ.update(dict.fromkeys(_WATCHDOG, "0"))
+        _unwatching += 1
     try:
         yield
     finally:
-        for setting, value in before.items():
-            if value is None:
-                del os.environ[setting]
-            else:
-                os.environ[setting] = value
+        with _unwatching_lock:
+            _unwatching -= 1
+            if not _unwatching:
+                for setting, value in _watchful.items():
+                    if value is None:
+                        os.environ.pop(setting, None)
+                    else:
+                        os.environ[setting] = value
 
 
 def knows_backend(name: str) -> bool:

@@ -153,6 +153,22 @@ def test_threads_that_make_groups_at_the_same_time_give_each_its_name() -> None:
     assert dist.distributed_c10d._process_group_name is naming and not naming([7, 9], True).startswith("symm")
 
 
+def test_threads_that_make_backends_at_the_same_time_restore_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As two threads would enter and leave the context, but in an order that is certain."""
+    set_before, unset = "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.setenv(set_before, "1")
+    monkeypatch.delenv(unset, raising=False)
+    for first_leaves_first in (True, False):
+        one, other = _torch_compat._unwatched(), _torch_compat._unwatched()
+        one.__enter__()
+        other.__enter__()
+        leaving = (one, other) if first_leaves_first else (other, one)
+        leaving[0].__exit__(None, None, None)
+        assert os.environ[set_before] == os.environ[unset] == "0"
+        leaving[1].__exit__(None, None, None)
+        assert os.environ[set_before] == "1" and unset not in os.environ
+
+
 @pytest.mark.ranks(2, group_timeout=40)
 def test_an_intra_node_group_has_the_timeout_of_the_whole_group() -> None:
     groups = [dist.new_group(backend=backend, timeout=timedelta(seconds=50)) for backend in ("symm", "gloo")]
