@@ -120,8 +120,10 @@ pub struct ControlBlock {
     pub(super) yields_to_peer: AtomicU32,
     /// Number of threads that wait in `wait_alone` and do not spin any more.
     pub(super) lone_waits: AtomicU32,
-    /// True once the early warning has been logged; one per group is enough.
+    /// True once the early warning of late ranks has been logged; one per group is enough.
     pub(super) warned: AtomicBool,
+    /// True once the warning of different allocations has been logged.
+    pub(super) warned_of_allocations: AtomicBool,
 }
 
 impl ControlBlock {
@@ -154,6 +156,7 @@ impl ControlBlock {
             yields_to_peer: AtomicU32::new(0),
             lone_waits: AtomicU32::new(0),
             warned: AtomicBool::new(false),
+            warned_of_allocations: AtomicBool::new(false),
         }
     }
 

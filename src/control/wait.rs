@@ -207,10 +207,16 @@ impl ControlBlock {
         Ok(())
     }
 
-    /// Returns true the first time that it is called, because one early warning in the life of the
-    /// group is enough.
+    /// Returns true the first time that it is called, because one early warning of late ranks in
+    /// the life of the group is enough.
     pub fn is_first_warning(&self) -> bool {
         !self.warned.swap(true, Ordering::Relaxed)
+    }
+
+    /// Returns true the first time that it is called, because one warning that ranks bring
+    /// different allocations to a rendezvous is enough.
+    pub fn is_first_allocation_warning(&self) -> bool {
+        !self.warned_of_allocations.swap(true, Ordering::Relaxed)
     }
 
     /// Logs, once in the life of the group, that this rank has waited for long in `about` for

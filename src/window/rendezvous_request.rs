@@ -109,7 +109,7 @@ pub(super) fn compare(control: &ControlBlock, all: &[RendezvousRequest]) -> Resu
             return refused(rank, pad(first), pad(offer));
         }
         let other_count = offer.exact && first.exact && offer.number != first.number;
-        if other_count && me.0 == 0 && control.is_first_warning() {
+        if other_count && me.0 == 0 && control.is_first_allocation_warning() {
             let (one, two) = (control.describe(me), control.describe(rank));
             log::warn!(
                 "group \"{}\": {one} brings its allocation #{} to a rendezvous, {two} its #{}; \
@@ -127,12 +127,12 @@ pub(super) fn compare(control: &ControlBlock, all: &[RendezvousRequest]) -> Resu
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::control::tests::controls;
 
-    #[test]
-    fn what_a_rank_says_arrives() {
+    fn offer() -> RendezvousRequest {
         let heap = HeapAddress { key: [3; 16], listener: [4; 16], span: 1 << 38 };
         let dropped = DroppedWindows([7, 0, 9, 1 << 60]);
-        let offer = RendezvousRequest {
+        RendezvousRequest {
             host: true,
             linked: false,
             exact: true,
@@ -144,9 +144,23 @@ mod tests {
             segment: 77,
             dropped,
             heap,
-        };
+        }
+    }
+
+    #[test]
+    fn what_a_rank_says_arrives() {
+        let offer = offer();
         let bytes = offer.encode();
         assert_eq!(bytes.len(), RendezvousRequest::BYTES);
         assert_eq!(RendezvousRequest::decode(&bytes), offer);
+    }
+
+    #[test]
+    fn the_warning_of_different_allocations_leaves_the_warning_of_late_ranks() {
+        let controls = controls(2);
+        let other = RendezvousRequest { number: 6, ..offer() };
+        assert_eq!(compare(&controls[0], &[offer(), other]), Ok(()));
+        assert!(!controls[0].is_first_allocation_warning(), "it has been logged");
+        assert!(controls[0].is_first_warning());
     }
 }
