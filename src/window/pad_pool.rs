@@ -16,7 +16,7 @@ const ALIGNMENT: usize = 128;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Pad {
     /// Number of the window, the same on all ranks; 0 before the window is open.
-    number: u64,
+    pub(super) number: u64,
     pub(super) address: u64,
     /// Size of the pad, whose last [`CALL_BYTES`] contain the rank's call.
     pub(super) bytes: usize,

@@ -294,6 +294,14 @@ DIFFERENT: dict[str, tuple[Callable[..., object], Callable[..., object], tuple[s
     "row of an exchange": (
         lambda t, s: rows_exchanged(t, s), lambda t, s: rows_exchanged(t.view(-1, 4), s), ("rows of 4", "rows of 16")
     ),
+    "rows of an exchange": (
+        lambda t, s: rows_exchanged(t, s), lambda t, s: rows_exchanged(t[:24], s), ("(48 rows", "(24 rows")
+    ),
+    "window of the splits": (
+        lambda t, s: rows_exchanged(t, s),
+        lambda t, s: rows_exchanged(t, t.view(torch.int64)[: len(s)]),
+        ("at byte 0 of window", "at byte 0 of window"),
+    ),
 }  # fmt: skip
 
 

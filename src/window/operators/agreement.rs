@@ -17,7 +17,7 @@ use std::fmt::{self, Display};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Number of words of a call.
-const WORDS: usize = 4;
+const WORDS: usize = 6;
 /// Number of bytes behind the signals of a pad in which its rank publishes a call: a pair of cache
 /// lines.
 pub(in crate::window) const CALL_BYTES: usize = 128;
@@ -58,8 +58,21 @@ pub(super) struct OperatorCall {
     pub(super) reduce_op: ReduceOp,
     /// Length of the input; in an all-to-all, length of a row.
     pub(super) bytes: usize,
-    /// Length of a row of a reduce-scatter; in an all-to-all, offset of the splits in their window.
-    pub(super) detail: usize,
+    /// Length of a row of a reduce-scatter, otherwise 0.
+    pub(super) row: usize,
+    /// The rows of an all-to-all.
+    pub(super) exchange: Option<ExchangeCall>,
+}
+
+/// The part of an all-to-all's call that other operators lack.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ExchangeCall {
+    /// Number of rows of the input.
+    pub(super) rows: usize,
+    /// Number of the window that contains the splits, the same on all ranks.
+    pub(super) splits_window: u64,
+    /// Offset of the splits in their window.
+    pub(super) splits_offset: usize,
 }
 
 impl OperatorCall {
@@ -68,7 +81,13 @@ impl OperatorCall {
         let head = u64::from(self.operator as u8)
             | u64::from(self.dtype as u8) << 8
             | (self.reduce_op as u64) << 16;
-        CallWords([head, self.bytes as u64, offset as u64, self.detail as u64])
+        let [detail, rows, splits_window] = match self.exchange {
+            Some(ExchangeCall { rows, splits_window, splits_offset }) => {
+                [splits_offset as u64, rows as u64, splits_window]
+            }
+            None => [self.row as u64, 0, 0],
+        };
+        CallWords([head, self.bytes as u64, offset as u64, detail, rows, splits_window])
     }
 }
 
@@ -78,7 +97,7 @@ struct CallWords([u64; WORDS]);
 
 impl Display for CallWords {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let [head, bytes, offset, detail] = self.0;
+        let [head, bytes, offset, detail, rows, splits_window] = self.0;
         let byte = |shift: u32| (head >> shift) as u8;
         let (Some((operator, name)), Ok(dtype), Ok(reduce_op)) = (
             Operator::from_code(byte(0)),
@@ -91,8 +110,8 @@ impl Display for CallWords {
         if operator == Operator::AllToAllVdev {
             return write!(
                 f,
-                "{name}(rows of {bytes} bytes of {dtype_name} at byte {offset}, splits at byte \
-                 {detail})"
+                "{name}({rows} rows of {bytes} bytes of {dtype_name} at byte {offset}, splits at \
+                 byte {detail} of window {splits_window})"
             );
         }
         let count = bytes / dtype.size() as u64;
@@ -170,12 +189,17 @@ mod tests {
 
     #[test]
     fn calls_are_shown_as_users_made_them() {
-        let call = |operator, detail| OperatorCall {
+        let call = |operator| OperatorCall {
             operator,
             dtype: 6,
             reduce_op: ReduceOp::Sum,
             bytes: 40,
-            detail,
+            row: 8,
+            exchange: (operator == Operator::AllToAllVdev).then_some(ExchangeCall {
+                rows: 5,
+                splits_window: 3,
+                splits_offset: 16,
+            }),
         };
         for (operator, text) in [
             (
@@ -189,10 +213,11 @@ mod tests {
             (Operator::AllGather, "all_gather(10 × float32, 40 bytes at byte 12)"),
             (
                 Operator::AllToAllVdev,
-                "all_to_all_vdev(rows of 40 bytes of float32 at byte 12, splits at byte 8)",
+                "all_to_all_vdev(5 rows of 40 bytes of float32 at byte 12, splits at byte 16 of \
+                 window 3)",
             ),
         ] {
-            assert_eq!(call(operator, 8).words(12).to_string(), text);
+            assert_eq!(call(operator).words(12).to_string(), text);
         }
         assert_eq!(CallWords([0; WORDS]).to_string(), "an unreadable operator");
     }

@@ -1,7 +1,7 @@
 //! Exchanges: data moves bit for bit, whatever its type.
 #![allow(unsafe_code, reason = "the bytes of tensors, by their addresses")]
 
-use super::agreement::{Operator, OperatorCall};
+use super::agreement::{ExchangeCall, Operator, OperatorCall};
 use super::splits::Splits;
 use super::{Inputs, output};
 use crate::dtype::ReduceOp;
@@ -70,7 +70,8 @@ impl SymmetricWindow {
             dtype,
             reduce_op: ReduceOp::Sum,
             bytes: input.bytes,
-            detail: 0,
+            row: 0,
+            exchange: None,
         };
         self.together(&call, input, || {
             if input.bytes == 0 {
@@ -112,7 +113,12 @@ impl SymmetricWindow {
             dtype,
             reduce_op: ReduceOp::Sum,
             bytes: row,
-            detail: exchange.splits.addr.wrapping_sub(begin),
+            row: 0,
+            exchange: Some(ExchangeCall {
+                rows,
+                splits_window: splits.pad.number,
+                splits_offset: exchange.splits.addr.wrapping_sub(begin),
+            }),
         };
         self.together(&call, input, || {
             let (inputs, splits) = (self.inputs(input)?, splits.inputs(exchange.splits)?);

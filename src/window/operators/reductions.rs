@@ -48,9 +48,16 @@ fn called(
     dtype: DType,
     reduce_op: ReduceOp,
     input: Span,
-    detail: usize,
+    row: usize,
 ) -> OperatorCall {
-    OperatorCall { operator, dtype: dtype as i32, reduce_op, bytes: input.bytes, detail }
+    OperatorCall {
+        operator,
+        dtype: dtype as i32,
+        reduce_op,
+        bytes: input.bytes,
+        row,
+        exchange: None,
+    }
 }
 
 impl Inputs<'_> {
