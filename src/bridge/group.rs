@@ -304,6 +304,7 @@ fn translate<'a>(spec: &ffi::CallSpec<'a>) -> Result<CallSpec<'a>> {
         inputs: spans(spec.inputs).into(),
         outputs: spans(spec.outputs).into(),
         call_site: CallSite::known(spec.call_site),
+        compares: None,
     })
 }
 

@@ -47,6 +47,9 @@ pub struct CallSpec<'a> {
     pub outputs: Cow<'a, [Span]>,
     /// The call site in the user's program, if ranks also compare call sites.
     pub call_site: Option<&'static CallSite>,
+    /// The operator of the user whose calls on all ranks this all_gather compares. Errors name it
+    /// instead of the all_gather.
+    pub compares: Option<Cow<'a, str>>,
 }
 
 impl CallSpec<'_> {
@@ -61,14 +64,17 @@ impl CallSpec<'_> {
             inputs: Cow::Borrowed(&[]),
             outputs: Cow::Borrowed(&[]),
             call_site,
+            compares: None,
         }
     }
 
     /// Returns the same arguments with owned lists.
     pub fn into_owned(self) -> CallSpec<'static> {
-        let Self { op, dtype, reduce_op, root, factor, inputs, outputs, call_site } = self;
+        let Self { op, dtype, reduce_op, root, factor, inputs, outputs, call_site, compares } =
+            self;
+        let compares = compares.map(|operator| Cow::Owned(operator.into_owned()));
         let (inputs, outputs) = (inputs.into_owned().into(), outputs.into_owned().into());
-        CallSpec { op, dtype, reduce_op, root, factor, inputs, outputs, call_site }
+        CallSpec { op, dtype, reduce_op, root, factor, inputs, outputs, call_site, compares }
     }
 }
 

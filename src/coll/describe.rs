@@ -10,7 +10,7 @@ use crate::rank::Rank;
 /// The part of a call on which all ranks must agree, as words that fit next to the arrival flag.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Description {
-    /// From the lowest byte up: op, dtype, reduce op, [`SITED`], root.
+    /// From the lowest byte up: op, dtype, reduce op, [`SITED`] and [`COMPARES`], root.
     pub head: u64,
     /// The length on which ranks must agree, see [`CallSpec::agreed_bytes`].
     pub bytes: u64,
@@ -20,6 +20,9 @@ pub struct Description {
 
 /// Bit of the head which says that the call site is part of the fingerprint.
 const SITED: u64 = 1 << 24;
+/// Bit of the head which says that the call is an all_gather that compares the calls of an
+/// operator, so that it never matches an all_gather of the user.
+const COMPARES: u64 = 1 << 25;
 
 impl Description {
     /// Returns the description of `call`, which the ranks compare.
@@ -28,8 +31,9 @@ impl Description {
         let root = if call.op.rooted() { u64::from(call.root.0) } else { 0 };
         let dtype = if call.op == Collective::Barrier { DType::U8 } else { call.dtype };
         let with_call_site = if call.call_site.is_some() { SITED } else { 0 };
-        let head =
-            call.op as u64 | (dtype as u64) << 8 | reduce_op << 16 | with_call_site | root << 32;
+        let compares = if call.compares.is_some() { COMPARES } else { 0 };
+        let flags = with_call_site | compares;
+        let head = call.op as u64 | (dtype as u64) << 8 | reduce_op << 16 | flags | root << 32;
         Self {
             head,
             bytes: call.agreed_bytes(),
@@ -53,6 +57,11 @@ impl Description {
     /// Returns true if the call site is also compared.
     pub fn has_call_site(self) -> bool {
         self.head & SITED != 0
+    }
+
+    /// Returns true if the call compares the calls of an operator.
+    pub fn compares_operators(self) -> bool {
+        self.head & COMPARES != 0
     }
 
     /// Returns true if the call has lengths on which ranks agree, see
@@ -303,6 +312,7 @@ mod tests {
             "other lengths"
         );
         assert_ne!(print(&base), print(&CallSpec { dtype: DType::I32, ..base.clone() }));
+        assert_ne!(print(&base), print(&CallSpec { compares: Some("f()".into()), ..base.clone() }));
         assert_ne!(
             print(&call(Collective::Reduce, 0, &[4], &[4])),
             print(&call(Collective::Reduce, 1, &[4], &[])),

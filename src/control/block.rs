@@ -301,9 +301,9 @@ impl ControlBlock {
         self.words(self.rank).doing.store(call.word(), Ordering::Relaxed);
     }
 
-    /// Returns the call site of the last call that `rank` has posted, if it publishes call sites.
-    /// It is written before the post, and not again before every member has seen that the calls
-    /// agree.
+    /// Returns the call site of the last call that `rank` has posted, if it publishes call sites,
+    /// or the operator whose calls that call compares. The text is written before the post, and
+    /// not again before every member has seen that the calls agree.
     pub fn call_site(&self, rank: Rank) -> &SharedText {
         &self.words(rank).call_site.0
     }

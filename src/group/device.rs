@@ -102,6 +102,17 @@ impl Group {
 
     /// Gathers `bytes` of every rank through the host's memory.
     pub(super) fn gather_on_node(&self, bytes: &[u8], limit: &CallTimeout) -> Result<Vec<Vec<u8>>> {
+        self.gather_to_compare(None, bytes, limit)
+    }
+
+    /// Gathers as `gather_on_node` does; errors name the `operator` whose calls the caller will
+    /// compare.
+    pub(super) fn gather_to_compare(
+        &self,
+        operator: Option<&str>,
+        bytes: &[u8],
+        limit: &CallTimeout,
+    ) -> Result<Vec<Vec<u8>>> {
         let mut all = vec![vec![0u8; bytes.len()]; self.control.size()];
         let outputs = all
             .iter_mut()
@@ -112,6 +123,7 @@ impl Group {
             op: Collective::AllGather,
             inputs,
             outputs,
+            compares: operator.map(Into::into),
             ..CallSpec::barrier(None)
         });
         let left = limit.remaining().unwrap_or(Duration::from_millis(1));

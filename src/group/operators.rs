@@ -45,7 +45,8 @@ impl Group {
         // Peers see the wait as one in a barrier of symmetric memory, and this call ends the
         // rejection of an earlier operator.
         self.control.enter_barrier();
-        let all = self.gather_on_node(&CallText::of(call).0, &limit);
+        let own = CallText::of(call);
+        let all = self.gather_to_compare(Some(&own.to_string()), &own.0, &limit);
         self.control.leave_barrier(all.is_ok());
         let text = |bytes: Vec<u8>| {
             let mut text = CallText::of("");

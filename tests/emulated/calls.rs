@@ -167,6 +167,7 @@ impl Case {
             inputs: inputs.into(),
             outputs: outputs.into(),
             call_site: None,
+            compares: None,
         }
     }
 

@@ -78,6 +78,7 @@ impl Tensors {
             inputs: spans(&self.inputs, 3).into(),
             outputs: outputs.into(),
             call_site: None,
+            compares: None,
         }
     }
 }

@@ -132,6 +132,7 @@ impl Scene {
                 inputs: spans(&inputs).into(),
                 outputs: spans(&outputs).into(),
                 call_site: None,
+                compares: None,
             };
             let replaces = match op {
                 Collective::AllReduce | Collective::Reduce => Some((0, 0)),

@@ -120,6 +120,51 @@ def test_p7_calls_that_differ_are_refused_on_all_ranks(rank: int, world_size: in
             assert bool((scattered(5, 4, dtype) == 4 * world_size).all()), round  # type: ignore[attr-defined]
 
 
+#: The action of rank 1 while rank 0 calls a fused operator, the error on rank 0, and its text.
+UNANSWERED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "nothing": (
+        lambda: meet("waited", 1, 2), torch_symm.SymmTimeoutError, r"in fused_all_gather_matmul\(\(3, 4\).* compared by"
+    ),
+    "exit": (
+        dist.destroy_process_group, torch_symm.SymmPeerError, r"in fused_all_gather_matmul\(\(3, 4\).* compared by"
+    ),
+    "collective": (
+        lambda: dist.all_reduce(ones(4)),
+        torch_symm.SymmMismatchError,
+        r"rank 0 \(pid \d+\) called fused_all_gather_matmul\(\(3, 4\).*; rank 1 \(pid \d+\) called all_reduce\(4 ×",
+    ),
+    "all_gather of the same length": (
+        lambda: dist.all_gather_into_tensor(ones(1024, dtype=torch.uint8), ones(512, dtype=torch.uint8)),
+        torch_symm.SymmMismatchError,
+        r"rank 0 \(pid \d+\) called fused_all_gather_matmul\(\(3, 4\).*; rank 1 \(pid \d+\) called all_gather\(1024 ×",
+    ),
+}  # fmt: skip
+
+
+def unanswered(rank: int, world: int) -> None:
+    for name, (other, kind, text) in UNANSWERED.items():
+        init(rank, world, name=name, timeout=0.5 if name == "nothing" else 20)
+        if rank == 0:
+            with pytest.raises(kind, match=text) as error:
+                gathered()
+            assert "all_gather(1024" not in str(error.value).partition("; rank 1")[0], name
+            if name == "nothing":
+                meet("waited", rank, world)
+        elif kind is torch_symm.SymmMismatchError:
+            with pytest.raises(kind, match=text):
+                other()
+        else:
+            other()
+        meet(f"ended {name}", rank, world)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@pytest.mark.timed
+def test_errors_of_the_comparison_name_the_operator() -> None:
+    run_ranks(unanswered, 2, backend=None)
+
+
 @pytest.mark.ranks(2)
 def test_what_no_peer_reads_may_differ(rank: int, world_size: int) -> None:
     """Each rank has factors of its own, and a product may be split unevenly over its inner dimension."""

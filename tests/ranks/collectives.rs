@@ -96,6 +96,7 @@ impl Member<'_> {
             inputs,
             outputs,
             call_site: None,
+            compares: None,
         };
         run(self.group, spec, None).unwrap();
         (self.given.used, self.taken.used) = (0, 0);

@@ -228,6 +228,8 @@ impl CpuCall<'_> {
         post.fingerprint.store(description.fingerprint(call), Ordering::Relaxed);
         if let Some(call_site) = call.call_site {
             control.call_site(me).write_end(call_site.text());
+        } else if let Some(operator) = &call.compares {
+            control.call_site(me).write_start(operator);
         }
         control.begin(self.seq, call.op);
         post.flag.publish(self.seq);
@@ -270,8 +272,13 @@ impl CpuCall<'_> {
             text.push_str(": some were started with SYMM_DEBUG=call_site, others were not");
         }
         for rank in self.control.ranks() {
-            let description = described(rank);
-            let _ = write!(text, "; {} called {description}", self.control.describe(rank));
+            let (description, member) = (described(rank), self.control.describe(rank));
+            if description.compares_operators() {
+                let operator = self.control.call_site(rank).read();
+                let _ = write!(text, "; {member} called {operator}");
+                continue;
+            }
+            let _ = write!(text, "; {member} called {description}");
             if description.has_call_site() {
                 let _ = write!(text, " at {}", self.control.call_site(rank).read());
             }

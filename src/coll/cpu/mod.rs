@@ -260,6 +260,9 @@ impl CpuCall<'_> {
         }
         let description = crate::coll::describe::Description::of(self.call);
         let (seq, group) = (self.seq, self.control.name());
+        if let Some(operator) = &self.call.compares {
+            return format!("{operator}, compared by collective #{seq} of group \"{group}\"");
+        }
         if self.call.op == Collective::AllToAll {
             let sent: usize = self.call.inputs.iter().map(|span| span.bytes).sum();
             return format!(

@@ -118,6 +118,7 @@ impl InnerCall {
             inputs,
             outputs,
             call_site: None,
+            compares: None,
         })
     }
 }

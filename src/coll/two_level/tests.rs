@@ -82,6 +82,7 @@ impl Example {
             inputs: spans(inputs).into(),
             outputs: spans(outputs).into(),
             call_site: None,
+            compares: None,
         };
         let calls: Vec<CallSpec> =
             given.iter_mut().zip(&mut outputs).enumerate().map(call).collect();
