@@ -76,10 +76,12 @@ pub(super) struct ExchangeCall {
 }
 
 impl OperatorCall {
-    /// Returns the words of the call with an input at `offset` in the window.
+    /// Returns the words of the call with an input at `offset` in the window. Types that are copied
+    /// in the same way are equal, as in a collective.
     fn words(&self, offset: usize) -> CallWords {
+        let dtype = DType::copied(self.dtype).map_or(self.dtype as u8, |dtype| dtype as u8);
         let head = u64::from(self.operator as u8)
-            | u64::from(self.dtype as u8) << 8
+            | u64::from(dtype) << 8
             | (self.reduce_op as u64) << 16;
         let [detail, rows, splits_window] = match self.exchange {
             Some(ExchangeCall { rows, splits_window, splits_offset }) => {
@@ -220,6 +222,19 @@ mod tests {
             assert_eq!(call(operator).words(12).to_string(), text);
         }
         assert_eq!(CallWords([0; WORDS]).to_string(), "an unreadable operator");
+    }
+
+    #[test]
+    fn types_that_are_copied_in_the_same_way_agree() {
+        let words = |dtype: i32| {
+            let (operator, reduce_op) = (Operator::AllGather, ReduceOp::Sum);
+            OperatorCall { operator, dtype, reduce_op, bytes: 8, row: 0, exchange: None }.words(0)
+        };
+        let (complex32, float16, float8_e8m0fnu, uint8) = (8, 5, 44, 0);
+        assert_eq!(words(complex32), words(float16));
+        assert_eq!(words(float8_e8m0fnu), words(uint8));
+        assert_ne!(words(float16), words(uint8));
+        assert_eq!(words(complex32).to_string(), "all_gather(4 × float16, 8 bytes at byte 0)");
     }
 
     #[test]
