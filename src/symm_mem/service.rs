@@ -160,6 +160,13 @@ fn wait(
     fds[1..].iter().map(|fd| fd.revents().intersects(wanted)).collect()
 }
 
+/// Returns true if a connection waits to be accepted, or if that is unknown.
+fn has_connection(heap: &Heap) -> bool {
+    let mut listener = [PollFd::from_borrowed_fd(heap.listener().as_fd(), PollFlags::IN)];
+    let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
+    poll(&mut listener, Some(&at_once)) != Ok(0)
+}
+
 /// Accepts a limited number of connections of this user, so that links get their turn. A connection
 /// is read before a later one can displace it. Returns false if no connection can be accepted now.
 fn welcome(heap: &Arc<Heap>, unidentified: &mut Vec<Unidentified>) -> bool {
@@ -169,12 +176,17 @@ fn welcome(heap: &Arc<Heap>, unidentified: &mut Vec<Unidentified>) -> bool {
                 heap.note_accept(0);
                 socket
             }
-            Err(Errno::AGAIN) => return true,
+            Err(Errno::AGAIN) => {
+                heap.note_accept(0);
+                return true;
+            }
             Err(Errno::INTR | Errno::CONNABORTED) => continue,
-            // No free file descriptor, or no memory.
+            // No free file descriptor, or no memory. Without a free descriptor Linux fails even if
+            // no connection waits.
             Err(errno) => {
-                heap.note_accept(errno.raw_os_error());
-                return false;
+                let waits = has_connection(heap);
+                heap.note_accept(if waits { errno.raw_os_error() } else { 0 });
+                return !waits;
             }
         };
         match socket::peer(&socket) {

@@ -123,6 +123,30 @@ fn a_rank_without_a_free_descriptor_for_its_peer_names_the_limit() {
     assert_eq!(status_of(child), 0);
 }
 
+#[test]
+fn the_last_free_descriptor_leaves_no_error_of_later_connections() {
+    let child = forked(|| {
+        let (own, peer) = (heap(16).0, heap(16).0);
+        let _attention = own.attend().expect("runs");
+        let caller = socket::unconnected().expect("a socket");
+        let name = own.address().name();
+        let name = SocketAddrUnix::new_abstract_name(name.as_bytes()).expect("a name");
+        let limit = getrlimit(Resource::Nofile);
+        let free = rustix::io::dup(&caller).expect("a descriptor").as_raw_fd();
+        setrlimit(Resource::Nofile, Rlimit { current: Some(free as u64 + 1), ..limit })
+            .expect("lowered");
+        connect(&caller, &name).expect("it listens");
+        // SAFETY: a query of a number, which need not be a descriptor.
+        until("the connection was accepted", || unsafe { libc::fcntl(free, libc::F_GETFD) } >= 0);
+        // The thread then accepts once more, which fails.
+        std::thread::sleep(Duration::from_millis(100));
+        let met = own.meet(&peer.address(), 1, &healthy(), Instant::now());
+        assert!(met.is_ok_and(|link| link.is_none()));
+        true
+    });
+    assert_eq!(status_of(child), 0);
+}
+
 // proves P14
 #[test]
 fn a_forked_child_harms_nothing_of_its_parents() {
