@@ -10,8 +10,11 @@ use std::time::Instant;
 
 /// Maximum length of the description of a call that ranks exchange.
 const TEXT_BYTES: usize = 504;
+/// The end of a description that is longer.
+const CUT: &str = "…";
 
-/// The description of a call as ranks exchange it: a hash of all of it, and its start.
+/// The description of a call as ranks exchange it: a hash of all of it, and its start, which ends
+/// with [`CUT`] if the rest is missing.
 #[derive(PartialEq)]
 struct CallText([u8; size_of::<u64>() + TEXT_BYTES]);
 
@@ -20,8 +23,13 @@ impl CallText {
         let mut found = Self([0; size_of::<u64>() + TEXT_BYTES]);
         let (hash, text) = found.0.split_at_mut(size_of::<u64>());
         hash.copy_from_slice(&text_hash(call).to_le_bytes());
-        let length = call.len().min(TEXT_BYTES);
-        text[..length].copy_from_slice(&call.as_bytes()[..length]);
+        let cut = if call.len() > TEXT_BYTES { CUT } else { "" };
+        let mut end = call.len().min(TEXT_BYTES - cut.len());
+        while !call.is_char_boundary(end) {
+            end -= 1;
+        }
+        let shown = call[..end].bytes().chain(cut.bytes());
+        text.iter_mut().zip(shown).for_each(|(to, byte)| *to = byte);
         found
     }
 }
@@ -54,5 +62,24 @@ impl Group {
             text
         };
         agree(&self.control, all?.into_iter().map(text))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_descriptions_are_marked_and_differ_in_their_hash() {
+        let shown = |call: &str| CallText::of(call).to_string();
+        for length in [0, 1, TEXT_BYTES] {
+            let call = "a".repeat(length);
+            assert_eq!(shown(&call), call);
+        }
+        // Two bytes each, and an odd number of bytes are free for them.
+        let long = |end| "é".repeat(TEXT_BYTES) + end;
+        assert_eq!(shown(&long("b")), "é".repeat(250) + CUT);
+        assert_eq!(shown(&long("b")), shown(&long("c")));
+        assert!(CallText::of(&long("b")) != CallText::of(&long("c")));
     }
 }

@@ -70,6 +70,13 @@ def piped(columns: int) -> object:
     return symm_mem._pipelined_all_gather_and_consume(ones(2, columns), lambda part, peer: None, whole, name_of())
 
 
+def piped_many(columns: int) -> object:
+    """A call whose description is longer than ranks exchange, and differs only at its end."""
+    shards = [ones(2, 2)] * 20 + [ones(2, columns)]
+    wholes = [torch.empty(2 * dist.get_world_size(), shard.shape[1]) for shard in shards]
+    return symm_mem._pipelined_multi_all_gather_and_consume(shards, lambda parts, peer: None, wholes, name_of())
+
+
 def produced(columns: int) -> object:
     whole = torch.empty(2 * dist.get_world_size(), columns)
     return symm_mem._pipelined_produce_and_all2all(lambda peer, out: out.fill_(1), whole, name_of())
@@ -99,6 +106,11 @@ DIFFERENT: dict[str, tuple[Callable[[], object], Callable[[], object], tuple[str
         ("torch.bfloat16", "torch.float32"),
     ),
     "pipelined gather": (lambda: piped(4), lambda: piped(5), ("(2, 4)", "(2, 5)")),
+    "end of a long description": (
+        lambda: piped_many(2),
+        lambda: piped_many(3),
+        ("(2, 2) of torch.float32", "…; they differ in a part that is not shown"),
+    ),
     "pipelined exchange": (lambda: produced(4), lambda: produced(5), (", 4)", ", 5)")),
 }
 

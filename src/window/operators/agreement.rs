@@ -80,9 +80,8 @@ impl OperatorCall {
     /// in the same way are equal, as in a collective.
     fn words(&self, offset: usize) -> CallWords {
         let dtype = DType::copied(self.dtype).map_or(self.dtype as u8, |dtype| dtype as u8);
-        let head = u64::from(self.operator as u8)
-            | u64::from(dtype) << 8
-            | (self.reduce_op as u64) << 16;
+        let head =
+            u64::from(self.operator as u8) | u64::from(dtype) << 8 | (self.reduce_op as u64) << 16;
         let [detail, rows, splits_window] = match self.exchange {
             Some(ExchangeCall { rows, splits_window, splits_offset }) => {
                 [splits_offset as u64, rows as u64, splits_window]
@@ -137,8 +136,10 @@ pub(crate) fn agree<T: PartialEq + Display>(
     let mut calls = control.ranks().zip(calls);
     let Some((zero, first)) = calls.next() else { return Ok(()) };
     let Some((rank, other)) = calls.find(|(_, call)| *call != first) else { return Ok(()) };
+    let (first, other) = (first.to_string(), other.to_string());
+    let hidden = if first == other { "; they differ in a part that is not shown" } else { "" };
     Err(Error::mismatch(format!(
-        "ranks of group \"{}\" do not agree: {} called {first}, {} called {other}",
+        "ranks of group \"{}\" do not agree: {} called {first}, {} called {other}{hidden}",
         control.name(),
         control.describe(zero),
         control.describe(rank)
