@@ -27,10 +27,7 @@ macro_rules! dtypes {
             pub fn from_torch(code: i32) -> Result<Self> {
                 match code {
                     $($torch => Ok(DType::$name),)*
-                    other => Err(Error::type_error(format!(
-                        "torch dtype code {other} is not served; cast to one of the numeric \
-                         dtypes, for example float32"
-                    ))),
+                    other => Err(unlisted(other)),
                 }
             }
         }
@@ -65,6 +62,54 @@ dtypes! {
 const COMPLEX32: i32 = 8;
 /// torch's code of bcomplex32, pairs of [`DType::BF16`].
 const BCOMPLEX32: i32 = 46;
+
+/// Types of torch that the table lacks.
+const UNLISTED: &[(i32, &str)] = &[
+    (COMPLEX32, "complex32"),
+    (12, "qint8"),
+    (13, "quint8"),
+    (14, "qint32"),
+    (16, "quint4x2"),
+    (17, "quint2x4"),
+    (18, "bits1x8"),
+    (19, "bits2x4"),
+    (20, "bits4x2"),
+    (21, "bits8"),
+    (22, "bits16"),
+    (30, "uint1"),
+    (31, "uint2"),
+    (32, "uint3"),
+    (33, "uint4"),
+    (34, "uint5"),
+    (35, "uint6"),
+    (36, "uint7"),
+    (37, "int1"),
+    (38, "int2"),
+    (39, "int3"),
+    (40, "int4"),
+    (41, "int5"),
+    (42, "int6"),
+    (43, "int7"),
+    (44, "float8_e8m0fnu"),
+    (45, "float4_e2m1fn_x2"),
+    (BCOMPLEX32, "bcomplex32"),
+];
+
+/// Returns the error of a call that does not support the `c10::ScalarType` code, with the nearest
+/// supported form.
+#[cold]
+fn unlisted(code: i32) -> Error {
+    let name = UNLISTED
+        .iter()
+        .find(|&&(listed, _)| listed == code)
+        .map_or_else(|| format!("torch dtype code {code}"), |&(_, name)| name.to_owned());
+    let nearest = match code {
+        COMPLEX32 | BCOMPLEX32 => "pass its parts, with torch.view_as_real",
+        12..=14 | 16 | 17 => "dequantize() the tensor",
+        _ => "convert the tensor to a numeric dtype, for example float32",
+    };
+    Error::not_implemented(format!("{name} is not served by this call; {nearest}"))
+}
 
 impl DType {
     /// Returns how a call that only copies treats the `c10::ScalarType` code: a type that the table
@@ -221,6 +266,7 @@ impl SumOrder {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::ErrorKind;
 
     #[test]
     fn orders_differ_for_rounded_reductions_of_four_or_more() {
@@ -260,11 +306,17 @@ mod tests {
         }
         for code in [18, 22, 30, 44, 45] {
             assert_eq!(DType::copied(code), Ok(DType::U8));
-            assert!(DType::combined(code, ReduceOp::Sum).is_err());
+            let error = DType::combined(code, ReduceOp::Sum).expect_err("only copied");
+            error.assert_says(ErrorKind::NotImplemented, &["is not served", "float32"]);
         }
         for code in [12, 13, 14, 16, 17, 47, -1] {
-            assert!(DType::copied(code).is_err(), "quantized or unknown: {code}");
+            let error = DType::copied(code).expect_err("quantized or unknown");
+            let nearest = if (12..=17).contains(&code) { "dequantize()" } else { "float32" };
+            error.assert_says(ErrorKind::NotImplemented, &["is not served", nearest]);
         }
+        let name = |code| unlisted(code).message;
+        assert!(name(44).starts_with("float8_e8m0fnu "));
+        assert!(name(47).starts_with("torch dtype code 47 "), "unknown");
         for (code, parts) in [(COMPLEX32, DType::F16), (BCOMPLEX32, DType::BF16)] {
             assert_eq!(
                 (DType::copied(code), DType::combined(code, ReduceOp::Avg)),

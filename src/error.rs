@@ -87,7 +87,6 @@ constructors! {
     config => Config,
     aborted => Aborted,
     value => Value,
-    type_error => Type,
     not_implemented => NotImplemented,
     wait_timeout => WaitTimeout,
     internal => Internal,
