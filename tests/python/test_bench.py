@@ -21,6 +21,7 @@ import targets
 import torch
 import torch.distributed as dist
 from faults.resource_leaks import children
+from torch.multiprocessing.spawn import ProcessRaisedException
 from torch_symm import __main__ as entry
 from torch_symm.launch.ranks import Ended
 from torch_symm.launch.watch import Progress, RankActivity
@@ -164,8 +165,8 @@ def test_limits_of_memory() -> None:
 @pytest.mark.parametrize(
     ("backend", "output"),
     [
-        ("sym", "no backend 'sym'; torch knows gloo"),
-        ("cpu:sym", "no backend 'sym'"),
+        ("sym", "no backend 'sym'; did you mean symm?"),
+        ("cpu:zzz", "no backend 'zzz'; torch knows gloo"),
         ("nccl", "'nccl' serves no CPU tensors; for GPUs there is --device cuda"),
         ("cuda:nccl", "serves no CPU tensors"),
         ("symm", None),
@@ -178,6 +179,16 @@ def test_a_backend_that_cannot_be_measured_is_refused_in_one_sentence(backend: s
         output = "this torch was built without 'nccl'"
     found = launch.unusable(backend)
     assert found is None if output is None else found is not None and output in found and "\n" not in found
+
+
+def test_a_lack_of_memory_is_reported_in_one_line() -> None:
+    for text, rank, output in (
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 800 bytes. Error code 12", 1, "800 bytes"),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has", 0, "20.00 GiB"),
+    ):
+        error = ProcessRaisedException(f"Traceback\n{text}", rank, 4711)
+        assert command._out_of_memory(error) == f"rank {rank} could not allocate {output}: use smaller sizes (-e)"
+    assert command._out_of_memory(RuntimeError("another error")) == ""
 
 
 def test_what_runs_beside_is_read() -> None:
@@ -219,6 +230,7 @@ def test_columns_are_those_of_nccl_tests() -> None:
     assert head[1].split()[1:] == ["size", "count", "type", "redop", "root", *("time", "algbw", "busbw", "#wrong") * 2]
     assert columns.closing([both], True)[0] == "# Out of bounds values : 7 FAILED"
     assert columns.closing([alone], False)[0].endswith("not checked (-c 0)")
+    assert columns.closing([], True) == ["# Out of bounds values : not checked (no row was measured)"]
 
 
 def test_quantiles_are_values_of_the_list() -> None:

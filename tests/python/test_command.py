@@ -86,6 +86,7 @@ def test_all_commands_are_listed_and_others_refused(capsys: pytest.CaptureFixtur
         ("bench -g 1", "a group of one node has 2 to 128"),
         ("bench -r 2", "ranks are 0 to 1"),
         ("bench --against glo", "no side 'glo'; did you mean gloo?"),
+        ("bench --device cpu --backend glo", "--backend: no backend 'glo'; did you mean gloo?"),
         ("bench --plot out.gif", "the name ends in one of .png, .svg"),
         ("bench --csv nowhere/out.csv", "there is no folder nowhere"),
         ("bench -n 0", "'0' is not a whole number from 1"),

@@ -80,6 +80,8 @@ def closing(rows: Sequence[Found], checked: bool) -> list[str]:
     first = [figure for found in rows for figure in next(iter(found.sides.values()), {}).values()]
     wrong = sum(found.wrong for found in rows)
     verdict = f"{wrong} {'FAILED' if wrong else 'OK'}" if checked else "not checked (-c 0)"
+    if not rows:
+        verdict = "not checked (no row was measured)"
     text = [f"# Out of bounds values : {verdict}"]
     if first:
         rates = [found.busbw(figure) for found in rows for figure in next(iter(found.sides.values())).values()]

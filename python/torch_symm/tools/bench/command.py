@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -266,7 +267,7 @@ def plan(parser: Parser, given: argparse.Namespace) -> Plan:
     """Returns the run that the command line requests."""
     import torch
 
-    from . import request
+    from . import launch, request
     from .background_load import BackgroundLoad
 
     gpus = torch.cuda.device_count()
@@ -274,6 +275,8 @@ def plan(parser: Parser, given: argparse.Namespace) -> Plan:
     world = given.ranks if given.ranks is not None else gpus if device == "cuda" else CPU_RANKS
     if device == "cuda" and not 2 <= world <= gpus:
         parser.error(f"-g {world}: from 2 ranks on, each with a GPU; torch finds {gpus} here (--device cpu needs none)")
+    if device == "cpu" and (reason := launch.unusable(given.backend)):
+        parser.error(f"--backend: {reason}")
     against = [name for name in (given.against or "").lower().split(",") if name]
     for name in against:
         if name not in AGAINST:
@@ -331,9 +334,18 @@ def _measured(plan: Plan, given: argparse.Namespace) -> Iterator[Found | Absent 
     try:
         yield from _on_gpus(plan, given) if plan.device == "cuda" else _on_cpus(plan, given)
     except (ProcessRaisedException, ProcessExitedException, RuntimeError) as error:
-        yield str(error).strip()
+        yield _out_of_memory(error) or str(error).strip()
     except KeyboardInterrupt:
         yield "interrupted"
+
+
+def _out_of_memory(error: Exception) -> str:
+    """Returns a sentence if a rank failed because torch could not allocate its tensors; otherwise nothing."""
+    found = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+    if found is None:
+        return ""
+    rank = getattr(error, "error_index", None)
+    return f"{'a rank' if rank is None else f'rank {rank}'} could not allocate {found[1]}: use smaller sizes (-e)"
 
 
 def _on_gpus(plan: Plan, given: argparse.Namespace) -> Iterator[Found | Absent]:
@@ -362,9 +374,6 @@ def _on_cpus(plan: Plan, given: argparse.Namespace) -> Iterator[Found | Absent |
     from .record import Absent
 
     sides = [given.backend]
-    if reason := launch.unusable(given.backend):
-        yield f"--backend: {reason}"
-        return
     for name in plan.against:
         if reason := "serves CUDA tensors only" if name in ON_GPUS else launch.unusable(name):
             yield Absent(name, reason)

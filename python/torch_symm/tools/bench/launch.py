@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch_symm.launch import ranks
 from torch_symm.launch.messages import reported
 from torch_symm.launch.watch import Progress, RankActivity, StalledError, Watch, stopped, which
+from torch_symm.tools.command import closest
 
 from . import rank as rank_process
 from .background_load import BackgroundLoad, running
@@ -30,7 +31,7 @@ def unusable(backend: str) -> str | None:
     serving = dict(pair.split(":", 1) for pair in backend.lower().split(",") if ":" in pair) or {"cpu": backend.lower()}
     for name in serving.values():
         if name not in known:
-            return f"no backend {name!r}; torch knows {', '.join(known)}"
+            return f"no backend {name!r}{closest(name, known) or '; torch knows ' + ', '.join(known)}"
         if not dist.is_backend_available(name):
             return f"this torch was built without {name!r}"
     if "cpu" not in serving or (":" not in backend and "cpu" not in dist.Backend.backend_capability[serving["cpu"]]):
