@@ -119,6 +119,10 @@ def test_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
         (["run"], "name a program to run"),
         (["run", "--replace-gloo=1", "p.py"], "ignored explicit argument '1'"),
         (["run", "nowhere.py"], "there is no program nowhere.py"),
+        (["run", "--replace-gloos", __file__], "there is no option --replace-gloos; did you mean --replace-gloo?"),
+        (["run", "--nproc-per-node", "2"], "run: name a program to run"),
+        (["run", "--nnodes", "x", __file__], "--nnodes x: neither a number of nodes nor a range"),
+        (["run", str(Path(__file__).parent)], "is a folder without a __main__.py"),
         (["run", "--nproc-per-node", "0", __file__], "--nproc-per-node 0: must be at least 1"),
         (["run", "--nproc-per-node=two", __file__], "Unsupported nproc_per_node value: two"),
     ):

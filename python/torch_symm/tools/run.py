@@ -7,8 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from torch_symm.tools.command import PROGRAM, Parser
+from torch_symm.tools.command import PROGRAM, Parser, closest
 
 from .hello import ranks_here
 
@@ -51,11 +52,28 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
     known = torchrun.get_args_parser()
     known.prog, known.usage = parser.prog, parser.usage
     known.add_argument("--replace-gloo", action="store_true")
+
+    def rejected(message: str) -> NoReturn:
+        # argparse lists the positional arguments, of which only the program's name is required.
+        parser.error("name a program to run" if "arguments are required" in message else message)
+
+    known.error = rejected  # type: ignore[method-assign]
     words: list[str] = given.words
-    found = known.parse_args(words)
+    found, unknown = known.parse_known_args(words)
+    if unknown:
+        word = unknown[0].partition("=")[0]
+        parser.error(f"there is no option {word}{closest(word, known._option_string_actions)}")
+    try:
+        torchrun.parse_min_max_nnodes(found.nnodes)
+    except (ValueError, RuntimeError):
+        parser.error(f"--nnodes {found.nnodes}: neither a number of nodes nor a range such as 1:4")
     program = len(words) - len(found.training_script_args) - 1
-    if not (found.module or found.no_python or Path(words[program]).exists()):
-        parser.error(f"there is no program {words[program]}")
+    if not (found.module or found.no_python):
+        path = Path(words[program])
+        if not path.exists():
+            parser.error(f"there is no program {path}")
+        if path.is_dir() and not (path / "__main__.py").exists():
+            parser.error(f"{path} is a folder without a __main__.py: name a program to run")
     options = [word for word in words[:program] if word != "--replace-gloo"]
     if found.replace_gloo:
         os.environ["SYMM_REPLACE_GLOO"] = "1"
