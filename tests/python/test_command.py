@@ -116,6 +116,11 @@ def test_all_commands_are_listed_and_others_refused(capsys: pytest.CaptureFixtur
         *([] if torch.cuda.device_count() > 1 else [("tune --device cuda", "--device cuda: needs at least 2 GPUs")]),
         ("tune --ranks 129 --device cpu", "at most 128"),
         ("check --ranks 1", "groups of 2 to 8 ranks"),
+        ("check --ops=", "no collective ''; there are all_reduce"),
+        *(
+            (f"check --invariance {option}", f"{option.split()[0]} has no effect")
+            for option in ("--faults", "--ops broadcast", "--quick")
+        ),
         ("check --ranks two", "'two' are no numbers of ranks"),
     ],
 )

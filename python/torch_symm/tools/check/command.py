@@ -64,6 +64,9 @@ def parser() -> Parser:
 def run(parser: Parser, given: argparse.Namespace) -> int:
     """Checks and prints a summary; returns 1 if something was wrong."""
     worlds, ops = _wanted(parser, given)
+    for option in ("faults", "ops", "quick"):
+        if given.invariance and getattr(given, option):
+            parser.error(f"--invariance: makes its own calls, so --{option} has no effect")
     if given.invariance:
         return _invariance(given, worlds)
     started = time.monotonic()
@@ -121,7 +124,7 @@ def _wanted(parser: Parser, given: argparse.Namespace) -> tuple[tuple[int, ...],
         if not worlds or max(worlds) > gpus:
             parser.error(f"--device cuda: each rank needs a GPU, at least 2, and torch finds {gpus} here")
     try:
-        ops = tuple(named("collective", word, OPS) for word in given.ops.split(",")) if given.ops else OPS
+        ops = OPS if given.ops is None else tuple(named("collective", word, OPS) for word in given.ops.split(","))
     except ValueError as error:
         parser.error(f"--ops: {error}")
     return worlds, ops
