@@ -308,12 +308,13 @@ def test_outputs_are_checked_before_and_their_failure_keeps_the_result(
     assert "ends in one of .png, .svg, .pdf" in tune("--check", "--plot", str(tmp_path / "costs.doc"), expect=2)
     for option, path in (("--plot", new / "costs.svg"), ("--json", new / "x.json"), ("--output", new / "x.json")):
         assert f"there is no folder {new}" in tune("--check", option, str(path), expect=2)
+    assert f"{tmp_path} is a folder" in tune("--check", "--json", str(tmp_path), expect=2)
     assert not measured and not new.exists()
     written, picture = tmp_path / "check.json", tmp_path / "costs.svg"
     said = tune("--check", "--json", str(written), "--plot", str(picture), expect=1)
     assert "failed: the disk is full" in said and json.loads(written.read_text())["points"] == found["points"]
     assert "failed: the disk is full" in tune("--draw", str(written), "--plot", str(picture), expect=1)
-    assert "Is a directory" in tune("--check", "--json", str(tmp_path), expect=1)
+    assert "No space left" in tune("--check", "--json", "/dev/full", expect=1)
 
 
 def test_shipped_profiles_are_whole_and_named_by_their_hardware() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib.util
 import json
 import os
@@ -83,6 +84,18 @@ def check_folder(parser: Parser, path: Path) -> None:
     """Ends the command before it measures data that it cannot write to ``path``."""
     if not path.absolute().parent.is_dir():
         parser.error(f"{path}: there is no folder {path.parent}")
+    if path.is_dir():
+        parser.error(f"{path} is a folder: name a file")
+    try:
+        if path.exists():
+            # Appending nothing could wait for the reader of a pipe.
+            if not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        else:
+            path.touch()
+            path.unlink()
+    except OSError as error:
+        parser.error(f"{path}: cannot be written: {error.strerror}")
 
 
 def check_plot(parser: Parser, path: Path, endings: Sequence[str]) -> None:
