@@ -448,6 +448,9 @@ def test_run_ranks_reports_and_returns() -> None:
 
     with pytest.raises(RanksFailedError, match=r"rank [01] of 2 failed: what it returned cannot be pickled"):
         testing.run_ranks(unpicklable, 2, backend=None)
+    for size, timeout in ((0, 60.0), (-1, 60.0), (2, 0.0), (2, -1.0), (2, float("nan"))):
+        with pytest.raises(ValueError, match="timeout is" if size > 0 else "world_size is"):
+            testing.run_ranks(lambda rank, world_size: None, size, backend=None, timeout=timeout)
     with pytest.raises(RuntimeError, match="not inside a test rank"):
         testing.shared_tmp_path()
 

@@ -66,7 +66,12 @@ def run_ranks(
 
     Raises:
         RanksFailedError: a rank raised, died or did not end.
+        ValueError: ``world_size`` is below 1, or ``timeout`` is not positive.
     """
+    if world_size < 1:
+        raise ValueError(f"run_ranks: world_size is {world_size}, and must be at least 1")
+    if not timeout > 0:
+        raise ValueError(f"run_ranks: timeout is {timeout} s, and must be positive")
     start = time.monotonic()
     endings = run_case(
         lambda rank, size: fn(rank, size, *args),
