@@ -38,6 +38,7 @@ def describe(group: ProcessGroup | ProcessGroupSymm | None = None) -> str:
 
     Raises:
         ValueError: the group's CPU tensors are not served by symm, or there is no default group.
+        TypeError: ``group`` is not a group.
         ImportError: the native part cannot serve this torch.
     """
     own = _own(group)
@@ -67,6 +68,8 @@ def _own(group: Any) -> Any:
         if not dist.is_initialized():
             raise ValueError("there is no default group: call torch.distributed.init_process_group first")
         group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"a ProcessGroup of torch or torch_symm is expected, not {type(group).__name__}: {group!r}")
     for device in ("cpu", "cuda"):
         try:
             own = backend_of(group, device)

@@ -105,7 +105,8 @@ def _query(parts: SplitResult, scheme: str, known: set[str]) -> tuple[dict[str, 
         raise _error(scheme, f"the query {parts.query!r} is no list of name=value") from error
     unknown = sorted(lists.keys() - known - {"rank", "world_size"})
     if unknown:
-        raise _error(scheme, f"unknown parameters: {', '.join(unknown)}")
+        names = ", ".join(sorted(known | {"rank", "world_size"}))
+        raise _error(scheme, f"unknown parameters: {', '.join(unknown)}; the known ones are {names}")
     twice = sorted(name for name, values in lists.items() if len(values) > 1)
     if twice:
         raise _error(scheme, f"parameters given twice: {', '.join(twice)}")

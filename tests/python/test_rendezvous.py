@@ -57,7 +57,10 @@ def meet(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> tupl
         ("symm://?rank=0&world_size=1", "environment variable MASTER_ADDR expected"),
         ("symm+file://?rank=0&world_size=1", "path missing"),
         ("symm+file://host/x?rank=0&world_size=1", "symm[+]file:///path"),
-        ("symm+file:///x?rank=0&world_size=1&secret_env=WORD", "unknown parameters: secret_env"),
+        (
+            "symm+file:///x?rank=0&world_size=1&secret_env=WORD",
+            "unknown parameters: secret_env; the known ones are rank, world_size",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(url: str, words: str) -> None:

@@ -136,11 +136,16 @@ def get_mempool_allocator(device: torch.device | str) -> Any:
     Raises:
         NotImplementedError: the device cannot have such memory.
     """
-    place = torch.device(device)
-    if place.type != "cuda":
-        raise NotImplementedError(f"get_mempool_allocator: torch has pools for CUDA devices alone, not for {place}")
+    place = _pool_device(device, "get_mempool_allocator")
     _prefer_ours(place)
     return mem_allocator() if get_backend(place) == BACKEND else torchs.get_mempool_allocator(place)
+
+
+def _pool_device(device: torch.device | str, function: str) -> torch.device:
+    place = torch.device(device)
+    if place.type != "cuda":
+        raise NotImplementedError(f"{function}: torch has pools only for CUDA devices, not for {place}")
+    return place
 
 
 def get_mem_pool(device: torch.device | str) -> torch.cuda.MemPool:
@@ -152,8 +157,8 @@ def get_mem_pool(device: torch.device | str) -> torch.cuda.MemPool:
     Raises:
         NotImplementedError: the device cannot have such memory.
     """
-    place = torch.device(device)
-    if place.type == "cuda" and place.index is None:
+    place = _pool_device(device, "get_mem_pool")
+    if place.index is None:
         place = torch.device("cuda", torch.cuda.current_device())
     if place not in _pools:
         allocator = get_mempool_allocator(place)

@@ -68,7 +68,8 @@ def section(ranks: int, system: Path = SYSTEM) -> Section:
     share = min(len(usable), allowed or len(usable)) / ranks
     lines.append(
         f"{counted(ranks, 'rank')}: each may run on any of {ranges(usable)}, as nothing pins them; "
-        f"{share:.2g} hardware threads a rank" + ("" if share >= 1 else ", so they wait for each other's time slices")
+        f"{share:.2g} hardware thread{'' if share == 1 else 's'} a rank"
+        + ("" if share >= 1 else ", so they wait for each other's time slices")
     )
     return Section("processor", found, lines)
 
