@@ -30,7 +30,36 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command that ``arguments`` name (default: the program's arguments); returns 0 if it succeeded."""
+    try:
+        try:
+            return _main(arguments)
+        finally:
+            # Report a failed write here, because the interpreter's last flush prints a traceback.
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except OSError as error:
+        if not _output_fails():
+            raise
+        if not isinstance(error, BrokenPipeError):
+            print(f"cannot write to standard output: {error.strerror}", file=sys.stderr)
+        # Redirect standard output, so that the interpreter's last flush does not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _output_fails() -> bool:
+    """Returns true if an empty line cannot be written to standard output, and neither can text before it."""
+    try:
+        print(flush=True)
+    except OSError:
+        return True
+    return False
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["help"] and len(words) > 1:
+        words = [*words[1:2], "--help"]
     name = words[0] if words else "--help"
     if name in ("-h", "--help", "help"):
         return _help(sys.stdout if words else sys.stderr, 0 if words else 2)
@@ -53,10 +82,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # The reader has exited. Redirect standard output, so that the interpreter's last flush does not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
 
 
 @contextmanager

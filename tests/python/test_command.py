@@ -61,6 +61,9 @@ def test_all_commands_are_listed_and_others_refused(capsys: pytest.CaptureFixtur
     said = capsys.readouterr().out
     listed = [line.split()[0] for line in said.splitlines() if line.startswith("  ")]
     assert listed[: len(entry.COMMANDS)] == list(entry.COMMANDS)
+    with pytest.raises(SystemExit):
+        entry.main(["help", "bench"])
+    assert "bench all_reduce -b 8 -e 64M -f 4 -g 2" in capsys.readouterr().out
     for typed, says in (
         (["docter"], "there is no command 'docter'; did you mean doctor?"),
         (["xyz"], "commands: hello, run, doctor, "),
@@ -230,6 +233,8 @@ def test_options_show_what_they_are_and_without_a_group_nothing_is_described() -
     )
     with pytest.raises(ValueError, match="there is no default group"):
         torch_symm.describe()
+    with pytest.raises(TypeError, match="a ProcessGroup of torch or torch_symm is expected, not int: 3"):
+        torch_symm.describe(3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -329,6 +334,18 @@ def test_an_interrupt_while_a_command_is_imported_is_quiet(
     command, environment = [sys.executable, "-c", program], {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+def test_a_full_output_is_reported_in_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "torch_symm", "top", "--help"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, "cannot write to standard output: No space left on device\n")
 
 
 def session(leader: int) -> dict[int, str]:

@@ -13,7 +13,10 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 #: The command line of this program.
 PROGRAM = "python -m torch_symm" if Path(sys.argv[0]).name == "__main__.py" else "torch-symm"
@@ -162,6 +165,10 @@ class Parser(argparse.ArgumentParser):
             what = "option" if word.startswith("-") else "argument"
             self.error(f"there is no {what} {word}{closest(word, self._options)}")
         return given
+
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        """Works like the method of argparse, which ignores an error of the write."""
+        print(self.format_help(), end="", file=file)
 
     def _prints_json(self, words: list[str]) -> bool:
         """Returns true if ``--json`` is present, and names no file."""
