@@ -137,8 +137,11 @@ class Parser(argparse.ArgumentParser):
     """The parser of one command. ``examples``: lines without the program's name; the first is shown with each error."""
 
     def __init__(self, name: str, description: str, examples: Sequence[tuple[str, str]]) -> None:
-        """``examples``: arguments, and their effects."""
-        self._examples = [(f"{PROGRAM} {name} {arguments}".strip(), does) for arguments, does in examples]
+        """``examples``: arguments, or a whole line that starts with torchrun, and their effects."""
+        self._examples = [
+            (text if text.startswith("torchrun ") else f"{PROGRAM} {name} {text}".strip(), does)
+            for text, does in examples
+        ]
         longest = max(len(line) for line, _ in self._examples)
         lines = [f"  {line:<{longest}}  # {does}" for line, does in self._examples]
         self._options: list[str] = []

@@ -54,7 +54,7 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
     known.add_argument("--replace-gloo", action="store_true")
 
     def rejected(message: str) -> NoReturn:
-        # argparse lists the positional arguments, of which only the program's name is required.
+        # argparse lists all positional arguments, although only the program's name is required.
         parser.error("name a program to run" if "arguments are required" in message else message)
 
     known.error = rejected  # type: ignore[method-assign]

@@ -55,7 +55,10 @@ def parser() -> Parser:
     )
     made.add_argument("--quick", action="store_true", help="check fewer lengths")
     made.add_argument(
-        "--seconds", type=positive, default=SECONDS, help=f"time after which no call starts (default: {SECONDS:.0f})"
+        "--seconds",
+        type=positive,
+        default=SECONDS,
+        help=f"time after which no further type starts (default: {SECONDS:.0f})",
     )
     made.add_argument("--json", action="store_true", help="print one JSON object")
     return made

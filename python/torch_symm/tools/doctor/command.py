@@ -29,7 +29,9 @@ def parser() -> Parser:
             ("--ranks 8 --quick", "check whether the machine can run 8 ranks, without starting any"),
         ],
     )
-    made.add_argument("--ranks", type=count, help="number of ranks to check for (default: as launched, or the GPUs)")
+    made.add_argument(
+        "--ranks", type=count, help="number of ranks to check for (default: as launched, or the GPUs, at least 2)"
+    )
     made.add_argument("--quick", action="store_true", help="start no ranks to test a group")
     made.add_argument("--json", action="store_true", help="print one JSON object")
     return made

@@ -62,7 +62,10 @@ def parser() -> Parser:
             ("--device cpu --ranks 2 --seconds 20", "measure 2 ranks for 20 s"),
             ("--check --json out/check.json", "report the errors of the profile"),
             ("--seconds 20 --json", "measure for 20 s and print one JSON object"),
-            ("--inter-node", "under torchrun on all nodes: measure the network between them"),
+            (
+                "torchrun --nnodes 2 ... -m torch_symm tune --inter-node",
+                "on every node: measure the network between them",
+            ),
         ],
     )
     made.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there are two GPUs, otherwise cpu")
