@@ -23,12 +23,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
+# torch 2.15 warns of the old names all_gather_tensor and reduce_scatter_tensor, and torch 2.11 has no others.
+all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+reduce_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+
 
 def attention_like(tokens: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Gathers tokens, multiplies, sums over ranks, keeps this rank's rows, and sums their squares over ranks."""
-    everyone = funcol.all_gather_tensor(tokens, 0, group)
+    everyone = all_gather(tokens, 0, group)
     mixed = torch.relu(everyone @ weight) * 0.5
-    mine = funcol.reduce_scatter_tensor(mixed, "sum", 0, group)
+    mine = reduce_scatter(mixed, "sum", 0, group)
     norm = funcol.all_reduce(mine.square().sum(), "sum", group)
     return mine / (norm + 1e-6).sqrt()
 

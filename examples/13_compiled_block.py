@@ -27,16 +27,20 @@ WIDTH, HEADS, HIDDEN, TOKENS = 64, 8, 128, 32
 FUSED = ("symm_mem.fused_all_gather_matmul", "symm_mem.fused_matmul_reduce_scatter")
 PLAIN = ("all_gather_into_tensor", "reduce_scatter_tensor")
 
+# torch 2.15 warns of the old names all_gather_tensor and reduce_scatter_tensor, and torch 2.11 has no others.
+all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+reduce_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+
 
 def block(tokens: torch.Tensor, weights: list[torch.Tensor], group: Any, heads: int) -> torch.Tensor:
     """(tokens of this rank, WIDTH) through attention and MLP; ``weights``: this rank's parts, with ``heads`` heads."""
     query, key, value, out, up, down = weights
-    everyone = funcol.all_gather_tensor(layer_norm(tokens, tokens.shape[-1:]), 0, group)
+    everyone = all_gather(layer_norm(tokens, tokens.shape[-1:]), 0, group)
     parts = [(everyone @ weight).unflatten(-1, (heads, -1)).transpose(0, 1) for weight in (query, key, value)]
     attended = scaled_dot_product_attention(parts[0], parts[1], parts[2]).transpose(0, 1).flatten(1)
-    tokens = tokens + funcol.reduce_scatter_tensor(attended @ out, "sum", 0, group)
-    everyone = funcol.all_gather_tensor(layer_norm(tokens, tokens.shape[-1:]), 0, group)
-    return tokens + funcol.reduce_scatter_tensor(silu(everyone @ up) @ down, "sum", 0, group)
+    tokens = tokens + reduce_scatter(attended @ out, "sum", 0, group)
+    everyone = all_gather(layer_norm(tokens, tokens.shape[-1:]), 0, group)
+    return tokens + reduce_scatter(silu(everyone @ up) @ down, "sum", 0, group)
 
 
 def main() -> None:
