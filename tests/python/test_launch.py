@@ -134,6 +134,18 @@ def test_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.value.code == 0 and "[options of torchrun] PROGRAM" in capsys.readouterr().out
 
 
+def reports_blocked_signals(rank: int, results: Any) -> None:
+    results.put(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+
+def test_ranks_leave_an_interrupt_to_their_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launched, "WARM", "fork")
+    results = launched.queue()
+    with launched.started(reports_blocked_signals, (results,), 1, warm=True) as context:
+        assert list(messages.reported(context, results, 1)) == [True]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
 def waits(rank: int) -> None:
     """A rank that does not end by itself while the test runs."""
     time.sleep(60)

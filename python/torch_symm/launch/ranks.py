@@ -14,8 +14,9 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -190,19 +191,46 @@ def started(
     method = WARM if warm else ANEW
     if method == "forkserver":
         mp.get_context(method).set_forkserver_preload(["torch", "torch.distributed.tensor", main.__module__])
+        with _without_interrupts():
+            forkserver.ensure_running()
     ours = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)} | dict(settings or {})
     given = (main, ours, arguments)
     others = multiprocessing.active_children()
     try:
-        context: ProcessContext = start_processes(_run, given, nprocs=world, join=False, start_method=method)  # type: ignore[no-untyped-call]
+        # A start from the fork server may take seconds, and its processes have the server's signal mask.
+        with nullcontext() if method == "forkserver" else _without_interrupts():
+            context: ProcessContext = start_processes(_run, given, nprocs=world, join=False, start_method=method)  # type: ignore[no-untyped-call]
     except BaseException:
         # A later process cannot be started, and torch does not return the earlier ones.
         end([process for process in multiprocessing.active_children() if process not in others])
+        if method == "forkserver":
+            _stop_server()
         raise
     try:
         yield context
     finally:
         end(context.processes)
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Processes started within the context never get SIGINT: their launcher gets it as well, and ends them."""
+    # Starting the resource tracker would unblock the signal.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _stop_server() -> None:
+    """Kills the fork server; otherwise it may fork a requested rank after this process has removed its semaphores."""
+    server = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
+    if server is not None:
+        os.kill(server, signal.SIGKILL)
+        # The next start reaps it.
+        os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
 
 
 def _run(rank: int, main: Callable[..., None], settings: dict[str, str], arguments: tuple[Any, ...]) -> None:
