@@ -81,15 +81,20 @@ impl ControlBlock {
     }
 
     /// Returns the reason why `rank` can no longer take part; `None` if it can.
-    ///
-    /// A process that leaves because of an exception is about to end. The reason is known only once
-    /// it has ended, or after [`PROCESS_END_GRACE`]: a launcher blames the process that ends first,
-    /// and some launchers show only the traceback of that one.
     pub fn exit_reason(&self, rank: Rank) -> Option<String> {
+        self.departure(rank).or_else(|| self.ended(rank).cloned())
+    }
+
+    /// Returns the same for a thread that waits for `rank`, and will ask again.
+    ///
+    /// A process that leaves because of an exception is about to end. The reason is returned only
+    /// once it has ended, or after [`PROCESS_END_GRACE`]: a launcher blames the process that ends
+    /// first, and some launchers show only the traceback of that one.
+    pub fn exit_reason_of_awaited(&self, rank: Rank) -> Option<String> {
         if self.ended(rank).is_none() && self.is_about_to_end(rank) {
             return None;
         }
-        self.departure(rank).or_else(|| self.ended(rank).cloned())
+        self.exit_reason(rank)
     }
 
     fn is_about_to_end(&self, rank: Rank) -> bool {

@@ -128,16 +128,22 @@ fn a_process_that_leaves_with_an_exception_is_named_once_it_has_ended() {
         <[_; 3]>::try_from(controls_of(&[std::process::id(), 7, 8])).expect("three");
     ended.note_departure("KeyError: 'x'");
     lives.note_departure("KeyError: 'x'");
-    assert_eq!((own.exit_reason(Rank(1)), own.exit_reason(Rank(2))), (None, None));
+    // A call that would not ask again, such as the launch of a kernel, fails at once.
+    assert_eq!(own.exit_reason(Rank(2)), expected);
+    assert_eq!(
+        (own.exit_reason_of_awaited(Rank(1)), own.exit_reason_of_awaited(Rank(2))),
+        (None, None)
+    );
     own.note_exit(Rank(1), "has ended (exited with code 1)".into());
-    assert_eq!((own.exit_reason(Rank(1)), own.exit_reason(Rank(2))), (expected.clone(), None));
+    assert_eq!(
+        (own.exit_reason_of_awaited(Rank(1)), own.exit_reason_of_awaited(Rank(2))),
+        (expected.clone(), None)
+    );
     let given_up = Instant::now() + Duration::from_secs(30);
-    while own.exit_reason(Rank(2)).is_none() && Instant::now() < given_up {
+    while own.exit_reason_of_awaited(Rank(2)).is_none() && Instant::now() < given_up {
         std::thread::sleep(Duration::from_millis(10));
     }
-    assert_eq!(own.exit_reason(Rank(2)), expected);
-    // The memory of a process that has left is never read, even if it still runs.
-    assert!(own.departure(Rank(2)).is_some());
+    assert_eq!(own.exit_reason_of_awaited(Rank(2)), expected);
 }
 
 #[test]

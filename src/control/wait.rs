@@ -287,8 +287,9 @@ impl ControlBlock {
         }
         let seconds = || limit.elapsed().as_secs_f32();
         let me = || self.describe(self.rank);
-        let absent =
-            |peer| lost(|| missing(peer), || self.exit_reason(peer)).map(|how| (peer, how));
+        let absent = |peer| {
+            lost(|| missing(peer), || self.exit_reason_of_awaited(peer)).map(|how| (peer, how))
+        };
         // The first exit is reported first, because the launcher may have ended other ranks since.
         if let Some((peer, how)) =
             self.first_exited.get().copied().into_iter().chain(self.peers()).find_map(absent)

@@ -88,8 +88,10 @@ struct LostPeers {
 
 impl LostPeers {
     fn among(control: &ControlBlock) -> Self {
-        let absent =
-            control.peers().filter_map(|peer| Some((peer, control.exit_reason(peer)?))).collect();
+        let absent = control
+            .peers()
+            .filter_map(|peer| Some((peer, control.exit_reason_of_awaited(peer)?)))
+            .collect();
         Self { absent, dead: control.dead_rank().map(|(rank, how)| (rank, how.clone())) }
     }
 
