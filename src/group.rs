@@ -262,9 +262,11 @@ impl Group {
         if !self.queue.drain(left()) {
             let (me, seconds) =
                 (self.control.describe(self.control.rank()), since.elapsed().as_secs_f32());
-            let error = Error::aborted(format!(
-                "{me} left group \"{name}\" with calls under way after {seconds:.1} s"
-            ));
+            let error = self.control.about_to_end().unwrap_or_else(|| {
+                Error::aborted(format!(
+                    "{me} left group \"{name}\" with calls under way after {seconds:.1} s"
+                ))
+            });
             // Pending messages end below, with their own error.
             self.control.fail(error);
         }

@@ -85,22 +85,32 @@ impl ControlBlock {
         self.departure(rank).or_else(|| self.ended(rank).cloned())
     }
 
-    /// Returns the same for a thread that waits for `rank`, and will ask again.
+    /// Returns the same for a thread that waits for `rank`, and will ask again unless this was the
+    /// `last` time.
     ///
     /// A process that leaves because of an exception is about to end. The reason is returned only
     /// once it has ended, or after [`PROCESS_END_GRACE`]: a launcher blames the process that ends
     /// first, and some launchers show only the traceback of that one.
-    pub fn exit_reason_of_awaited(&self, rank: Rank) -> Option<String> {
-        if self.ended(rank).is_none() && self.is_about_to_end(rank) {
+    pub fn exit_reason_of_awaited(&self, rank: Rank, last: bool) -> Option<String> {
+        if !last && self.is_about_to_end(rank) {
             return None;
         }
         self.exit_reason(rank)
+    }
+
+    /// Returns the error that names a member which has left because of an exception, and whose
+    /// process is about to end.
+    pub fn about_to_end(&self) -> Option<Error> {
+        let rank = self.peers().find(|&rank| self.is_about_to_end(rank))?;
+        let how = self.departure(rank)?;
+        Some(Error::peer(format!("{} of group \"{}\" {how}", self.describe(rank), self.name)))
     }
 
     fn is_about_to_end(&self, rank: Rank) -> bool {
         // The end of this process itself is not watched.
         self.words(rank).departed.load(Ordering::Acquire) != 0
             && self.pid(rank) != self.pid(self.rank)
+            && self.ended(rank).is_none()
             && !self.words(rank).exit_reason.0.read().is_empty()
             && self.failed_at[rank.index()].get_or_init(Instant::now).elapsed() < PROCESS_END_GRACE
     }

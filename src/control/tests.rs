@@ -3,6 +3,7 @@
 
 use super::*;
 
+use crate::error::ErrorKind;
 use crate::mem::layout::SegmentLayout;
 use crate::mem::shm::ShmSegment;
 use crate::op::Collective;
@@ -131,19 +132,24 @@ fn a_process_that_leaves_with_an_exception_is_named_once_it_has_ended() {
     // A call that would not ask again, such as the launch of a kernel, fails at once.
     assert_eq!(own.exit_reason(Rank(2)), expected);
     assert_eq!(
-        (own.exit_reason_of_awaited(Rank(1)), own.exit_reason_of_awaited(Rank(2))),
+        (own.exit_reason_of_awaited(Rank(1), false), own.exit_reason_of_awaited(Rank(2), false)),
         (None, None)
     );
+    // A wait that reaches its timeout names the reason, too, and so does a rank that leaves.
+    let over = CallTimeout::from_first_wait(Duration::ZERO);
+    let error = own.trouble(&over, &|| "a test".into(), &|rank| rank == Rank(2)).expect("over");
+    error.assert_says(ErrorKind::Peer, &["rank 2 (pid 8) left the group after KeyError"]);
+    assert!(own.about_to_end().is_some_and(|error| error.message.starts_with("rank 1 (pid 7)")));
     own.note_exit(Rank(1), "has ended (exited with code 1)".into());
     assert_eq!(
-        (own.exit_reason_of_awaited(Rank(1)), own.exit_reason_of_awaited(Rank(2))),
+        (own.exit_reason_of_awaited(Rank(1), false), own.exit_reason_of_awaited(Rank(2), false)),
         (expected.clone(), None)
     );
     let given_up = Instant::now() + Duration::from_secs(30);
-    while own.exit_reason_of_awaited(Rank(2)).is_none() && Instant::now() < given_up {
+    while own.exit_reason_of_awaited(Rank(2), false).is_none() && Instant::now() < given_up {
         std::thread::sleep(Duration::from_millis(10));
     }
-    assert_eq!(own.exit_reason_of_awaited(Rank(2)), expected);
+    assert_eq!(own.exit_reason_of_awaited(Rank(2), false), expected);
 }
 
 #[test]

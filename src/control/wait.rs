@@ -275,7 +275,7 @@ impl ControlBlock {
     }
 
     /// Returns the error that prevents the `missing` members from arriving, if there is one.
-    fn trouble(
+    pub(super) fn trouble(
         &self,
         limit: &CallTimeout,
         about: &dyn Fn() -> String,
@@ -287,9 +287,9 @@ impl ControlBlock {
         }
         let seconds = || limit.elapsed().as_secs_f32();
         let me = || self.describe(self.rank);
-        let absent = |peer| {
-            lost(|| missing(peer), || self.exit_reason_of_awaited(peer)).map(|how| (peer, how))
-        };
+        let last = limit.remaining().is_none();
+        let reason = |peer| self.exit_reason_of_awaited(peer, last);
+        let absent = |peer| lost(|| missing(peer), || reason(peer)).map(|how| (peer, how));
         // The first exit is reported first, because the launcher may have ended other ranks since.
         if let Some((peer, how)) =
             self.first_exited.get().copied().into_iter().chain(self.peers()).find_map(absent)

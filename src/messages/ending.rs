@@ -87,11 +87,10 @@ struct LostPeers {
 }
 
 impl LostPeers {
-    fn among(control: &ControlBlock) -> Self {
-        let absent = control
-            .peers()
-            .filter_map(|peer| Some((peer, control.exit_reason_of_awaited(peer)?)))
-            .collect();
+    /// `late`: a message has timed out.
+    fn among(control: &ControlBlock, late: bool) -> Self {
+        let reason = |peer| Some((peer, control.exit_reason_of_awaited(peer, late)?));
+        let absent = control.peers().filter_map(reason).collect();
         Self { absent, dead: control.dead_rank().map(|(rank, how)| (rank, how.clone())) }
     }
 
@@ -342,7 +341,8 @@ impl Messages {
     }
 
     pub(super) fn fail_hopeless(&self, state: &mut MessageTable) {
-        let lost = LostPeers::among(&self.control);
+        let late = state.limits().any(|limit| limit.remaining().is_none());
+        let lost = LostPeers::among(&self.control, late);
         // Messages that a peer wrote before it exited are still delivered.
         self.advance(state);
         if let Some(failure) = self.control.failure() {
