@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
 import pickle
 import signal
@@ -26,7 +27,7 @@ from torch_symm import __main__ as entry
 from torch_symm.launch import messages
 from torch_symm.launch import ranks as launched
 from torch_symm.launch.ranks import Ended, Program
-from torch_symm.launch.watch import StalledError
+from torch_symm.launch.watch import StalledError, state
 from torch_symm.tools import hello
 
 PROGRAM = """
@@ -144,6 +145,30 @@ def test_ranks_leave_an_interrupt_to_their_launcher(monkeypatch: pytest.MonkeyPa
     with launched.started(reports_blocked_signals, (results,), 1, warm=True) as context:
         assert list(messages.reported(context, results, 1)) == [True]
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def reports_itself(rank: int, results: Any) -> None:
+    results.put(os.getpid())
+    time.sleep(60)
+
+
+def launches(results: Any) -> None:
+    with launched.started(reports_itself, (results,), 1, warm=True):
+        time.sleep(60)
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launched, "WARM", "fork")
+    results = launched.queue()
+    launcher = multiprocessing.get_context("fork").Process(target=launches, args=(results,))
+    launcher.start()
+    rank = results.get(timeout=60)
+    launcher.kill()
+    launcher.join()
+    deadline = time.monotonic() + 30
+    while state(rank) not in ("", "Z") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert state(rank) in ("", "Z")
 
 
 def waits(rank: int) -> None:

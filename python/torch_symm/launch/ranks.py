@@ -234,6 +234,10 @@ def _stop_server() -> None:
 
 
 def _run(rank: int, main: Callable[..., None], settings: dict[str, str], arguments: tuple[Any, ...]) -> None:
+    from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
+
+    # torch asks the kernel for SIGINT when the launcher ends, and these processes block SIGINT.
+    _prctl_pr_set_pdeathsig(signal.SIGTERM)
     # A launcher that ended while the fork server was starting has left this process behind.
     launcher = multiprocessing.parent_process()
     if launcher is not None and not launcher.is_alive():
