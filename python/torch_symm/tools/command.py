@@ -95,8 +95,10 @@ def check_folder(parser: Parser, path: Path) -> None:
             if not os.access(path, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         else:
-            path.touch()
-            path.unlink()
+            # A link may point to a file that does not exist yet.
+            probe = path.resolve()
+            probe.touch()
+            probe.unlink()
     except OSError as error:
         parser.error(f"{path}: cannot be written: {error.strerror}")
 
