@@ -298,7 +298,10 @@ mod tests {
         let cases: [(Change, &str); 12] = [
             (
                 |r| r.version = "9.9".into(),
-                "ranks 0, 2 and 3 run different versions of torch-symm: rank 0 has 0.1.0",
+                concat!(
+                    "ranks 0, 2 and 3 run different versions of torch-symm: rank 0 has ",
+                    env!("TORCH_SYMM_VERSION")
+                ),
             ),
             (|r| r.protocol = 7, "(protocol 7)"),
             (
