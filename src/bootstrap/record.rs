@@ -377,6 +377,10 @@ mod tests {
     #[test]
     fn long_lists_that_differ_have_different_names() {
         let mut members: Vec<i32> = (0..1000).collect();
+        assert!(
+            name_members(&members[..2 * NAMED]).ends_with(", 14, 15]"),
+            "short lists are whole"
+        );
         let before = name_members(&members);
         assert!(
             before.starts_with("[0, 1, 2, 3, 4, 5, 6, 7, ..., 992, ") && before.len() < 160,
