@@ -211,6 +211,11 @@ mod tests {
             Some(RING.eager)
         );
         assert_eq!(Frame { kind: FrameKind::Data, value: 30, ..frame }.payload(&RING), 3);
+        let offer = Frame { kind: FrameKind::Rts, ..frame };
+        let answer = Frame::control(FrameKind::Cts, 3, 7);
+        assert_eq!((answer.kind, answer.id, answer.value), (FrameKind::Cts, 3, 7));
+        assert_eq!([frame, offer, answer].map(|frame| frame.begins_message()), [true, true, false]);
+        assert_eq!([frame, offer].map(|frame| frame.part_bytes()), [16 << 10, RING.data]);
         for (value, sound) in [(32, true), (33, false), (34, false)] {
             let data = Frame { kind: FrameKind::Data, value, ..frame };
             assert_eq!(decode(data), sound.then_some(data));
@@ -270,7 +275,11 @@ mod tests {
             (Some(offer), 0),
             "the first piece follows"
         );
+        let refusal = Frame { kind: FrameKind::Rejected, value: REJECTED_SEND, ..frame };
+        assert_eq!((decode(refusal), refusal.payload(&WIRE)), (Some(refusal), 3));
         for wrong in [
+            Frame { bytes: MAX_TEXT_BYTES as u64 + 1, ..refusal },
+            Frame { value: 0, ..refusal },
             Frame { bytes: WIRE.eager as u64 + 1, ..frame },
             Frame { value: 1, ..piece },
             Frame { value: 2 * WIRE.data as u64, ..piece },
