@@ -59,19 +59,23 @@ impl CallHeader {
 
     /// Returns the size of the texts at the end of a slot of `call`.
     pub(super) fn texts_bytes(call: &CallSpec) -> usize {
-        let description = Description::of(call);
-        let texts = [description.has_call_site(), description.has_lengths()];
+        let texts = [call.call_site.is_some(), !call.agreed_lengths().is_empty()];
         texts.into_iter().filter(|&has| has).count() * Self::TEXT_BYTES
     }
 
     /// Writes the texts of `call` to the end of `slot`. Lengths that need more bytes are left out.
     pub(super) fn write_texts(slot: &mut [u8], call: &CallSpec) {
-        let lengths: Vec<_> = call.agreed_lengths().iter().map(|span| span.bytes).collect();
-        let lengths = (!lengths.is_empty()).then(|| format!("{lengths:?}"));
-        let site = call.call_site.map(|site| shared_text::end_of(site.text()).to_owned());
         let mut start = slot.len();
-        for text in [site, lengths].into_iter().flatten() {
+        if let Some(site) = call.call_site {
             start -= Self::TEXT_BYTES;
+            let text = shared_text::end_of(site.text());
+            slot[start..start + text.len()].copy_from_slice(text.as_bytes());
+        }
+        // One digit, a comma and a space: no longer list fits, so its text is not made.
+        let spans = call.agreed_lengths();
+        if !spans.is_empty() && spans.len() <= Self::TEXT_BYTES / "0, ".len() {
+            start -= Self::TEXT_BYTES;
+            let text = format!("{:?}", spans.iter().map(|span| span.bytes).collect::<Vec<_>>());
             if text.len() <= Self::TEXT_BYTES {
                 slot[start..start + text.len()].copy_from_slice(text.as_bytes());
             }
