@@ -102,8 +102,11 @@ impl ControlBlock {
     /// process is about to end.
     pub fn about_to_end(&self) -> Option<Error> {
         let rank = self.peers().find(|&rank| self.is_about_to_end(rank))?;
-        let how = self.departure(rank)?;
-        Some(Error::peer(format!("{} of group \"{}\" {how}", self.describe(rank), self.name)))
+        Some(self.exit_error(rank, &self.departure(rank)?))
+    }
+
+    fn exit_error(&self, rank: Rank, how: &str) -> Error {
+        Error::peer(format!("{} of group \"{}\" {how}", self.describe(rank), self.name))
     }
 
     fn is_about_to_end(&self, rank: Rank) -> bool {
@@ -140,7 +143,7 @@ impl ControlBlock {
     /// Returns the error that names a member whose process ended without leaving the group.
     pub fn dead(&self) -> Option<Error> {
         let (rank, how) = self.dead_rank()?;
-        Some(Error::peer(format!("{} of group \"{}\" {how}", self.describe(rank), self.name)))
+        Some(self.exit_error(rank, how))
     }
 
     /// Returns the first member whose process ended without leaving the group, and how it ended.

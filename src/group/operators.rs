@@ -3,6 +3,7 @@
 use super::Group;
 use crate::error::Result;
 use crate::sync::call_site::text_hash;
+use crate::sync::shared_text;
 use crate::sync::timeout::CallTimeout;
 use crate::window::operators::agreement::agree;
 use std::fmt::{self, Display};
@@ -10,11 +11,9 @@ use std::time::Instant;
 
 /// Maximum length of the description of a call that ranks exchange.
 const TEXT_BYTES: usize = 504;
-/// The end of a description that is longer.
-const CUT: &str = "…";
 
 /// The description of a call as ranks exchange it: a hash of all of it, and its start, which ends
-/// with [`CUT`] if the rest is missing.
+/// with a mark if the rest is missing.
 #[derive(PartialEq)]
 struct CallText([u8; size_of::<u64>() + TEXT_BYTES]);
 
@@ -23,13 +22,8 @@ impl CallText {
         let mut found = Self([0; size_of::<u64>() + TEXT_BYTES]);
         let (hash, text) = found.0.split_at_mut(size_of::<u64>());
         hash.copy_from_slice(&text_hash(call).to_le_bytes());
-        let cut = if call.len() > TEXT_BYTES { CUT } else { "" };
-        let mut end = call.len().min(TEXT_BYTES - cut.len());
-        while !call.is_char_boundary(end) {
-            end -= 1;
-        }
-        let shown = call[..end].bytes().chain(cut.bytes());
-        text.iter_mut().zip(shown).for_each(|(to, byte)| *to = byte);
+        let shown = shared_text::start_of(call, TEXT_BYTES);
+        text[..shown.len()].copy_from_slice(shown.as_bytes());
         found
     }
 }
@@ -78,7 +72,7 @@ mod tests {
         }
         // Two bytes each, and an odd number of bytes are free for them.
         let long = |end| "é".repeat(TEXT_BYTES) + end;
-        assert_eq!(shown(&long("b")), "é".repeat(250) + CUT);
+        assert_eq!(shown(&long("b")), "é".repeat(250) + "…");
         assert_eq!(shown(&long("b")), shown(&long("c")));
         assert!(CallText::of(&long("b")) != CallText::of(&long("c")));
     }

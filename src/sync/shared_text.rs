@@ -1,5 +1,6 @@
 //! A short text in shared memory, which one rank writes and its peers read.
 
+use std::borrow::Cow;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 /// Maximum length of a text in bytes.
@@ -22,6 +23,18 @@ pub fn end_of(text: &str) -> &str {
     &text[start..]
 }
 
+/// Returns `text`, or its start with the mark of a truncated text if it has more than `most` bytes.
+pub fn start_of(text: &str, most: usize) -> Cow<'_, str> {
+    if text.len() <= most {
+        return text.into();
+    }
+    let mut end = most - CUT.len();
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    format!("{}{CUT}", &text[..end]).into()
+}
+
 impl SharedText {
     /// Writes the end of `text`, as much as fits.
     pub fn write_end(&self, text: &str) {
@@ -31,14 +44,7 @@ impl SharedText {
     /// Writes the start of `text`, as much as fits, as one line.
     pub fn write_start(&self, text: &str) {
         let line = text.replace(|c: char| c.is_control(), " ");
-        if line.len() <= BYTES {
-            return self.write(line.bytes());
-        }
-        let mut end = BYTES - CUT.len();
-        while !line.is_char_boundary(end) {
-            end -= 1;
-        }
-        self.write(line[..end].bytes().chain(CUT.bytes()));
+        self.write(start_of(&line, BYTES).bytes());
     }
 
     fn write(&self, bytes: impl Iterator<Item = u8>) {

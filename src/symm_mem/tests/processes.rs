@@ -30,6 +30,13 @@ fn threads() -> usize {
     tasks.filter_map(name).filter(|name| name.trim() == "symm-heap").count()
 }
 
+/// Returns a socket that is not connected yet, and the name at which `heap` listens.
+fn caller_of(heap: &Heap) -> (OwnedFd, SocketAddrUnix) {
+    let name = heap.address().name();
+    let name = SocketAddrUnix::new_abstract_name(name.as_bytes()).expect("a name");
+    (socket::unconnected().expect("a socket"), name)
+}
+
 #[test]
 fn a_peer_that_is_killed_leaves_its_memory_to_those_who_use_it() {
     let ((from_child, to_parent), (from_parent, to_child)) =
@@ -103,9 +110,7 @@ fn a_rank_without_a_free_descriptor_for_its_peer_names_the_limit() {
     let child = forked(|| {
         let (own, peer) = (heap(16).0, heap(16).0);
         let _attention = own.attend().expect("runs");
-        let caller = socket::unconnected().expect("a socket");
-        let name = own.address().name();
-        let name = SocketAddrUnix::new_abstract_name(name.as_bytes()).expect("a name");
+        let (caller, name) = caller_of(&own);
         let met = || own.meet(&peer.address(), 1, &healthy(), Instant::now());
         // Lower the limit to the first free descriptor.
         let limit = getrlimit(Resource::Nofile);
@@ -128,9 +133,7 @@ fn the_last_free_descriptor_leaves_no_error_of_later_connections() {
     let child = forked(|| {
         let (own, peer) = (heap(16).0, heap(16).0);
         let _attention = own.attend().expect("runs");
-        let caller = socket::unconnected().expect("a socket");
-        let name = own.address().name();
-        let name = SocketAddrUnix::new_abstract_name(name.as_bytes()).expect("a name");
+        let (caller, name) = caller_of(&own);
         let limit = getrlimit(Resource::Nofile);
         let free = rustix::io::dup(&caller).expect("a descriptor").as_raw_fd();
         setrlimit(Resource::Nofile, Rlimit { current: Some(free as u64 + 1), ..limit })
