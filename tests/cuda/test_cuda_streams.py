@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
-from pool import DEVICE, WORLDS, Pool, device, needs_gpus, needs_ranks, settle
+from pool import DEVICE, WORLDS, Pool, device, meet, needs_gpus, needs_ranks, settle
 
 pytestmark = needs_ranks
 
@@ -201,7 +202,39 @@ def a_block_of_several_streams(rank: int, world: int) -> None:
         assert bool((tensor == number % world + 10.0 * number).all()), f"call {number}"
 
 
-ON_GPUS = [pytest.param(body, marks=needs_gpus) for body in (side_streams, works_in_order, a_block_of_several_streams)]
+def late_ranks(rank: int, world: int) -> None:
+    """Products run while an asynchronous call waits for ranks that make it only after the products have ended."""
+    factor = torch.randn(4096, 4096, dtype=torch.bfloat16, device=device())
+    part, whole = (torch.ones(count, dtype=torch.bfloat16, device=device()) for count in (1 << 24, world << 24))
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(part, async_op=True),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, async_op=True),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, async_op=True),
+    }
+    for name, call in calls.items():
+        call().wait()
+        factor @ factor
+        settle()
+        meet(f"{name} is loaded", rank, world)
+        if rank == 0:
+            work = call()
+            factor @ factor
+            multiplied = torch.cuda.Event()
+            multiplied.record()
+            deadline = time.monotonic() + 20
+            while not multiplied.query():
+                assert time.monotonic() < deadline, f"a product waits for the late ranks of {name}"
+        meet(f"{name} is late", rank, world)
+        if rank > 0:
+            work = call()
+        work.wait()
+        settle()
+
+
+ON_GPUS = [
+    pytest.param(body, marks=needs_gpus)
+    for body in (side_streams, works_in_order, a_block_of_several_streams, late_ranks)
+]
 
 
 @pytest.mark.parametrize("body", (*ON_GPUS, each_its_own_way, several_groups, many, copied_in_turn))

@@ -57,11 +57,12 @@ KERNEL(copy_sync, CopySyncArgs) {
       fence_system();
     }
   }
+  // step 3: count the call's steps. All threads meet first, because a thread that waits for no rank
+  // would allow the successor for the whole block.
+  sync_block();
   if (args.bare != 0) {
     allow_successor();
   }
-  // step 3: count the call's steps
-  sync_block();
   if (r == 0 && args.advance != 0) {
     store_relaxed(&own->base, base + args.advance);
   }
