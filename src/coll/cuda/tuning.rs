@@ -82,9 +82,9 @@ pub struct CudaThresholds {
     /// Minimum size of a call that waits for all ranks before its kernel starts, if it is meant to
     /// overlap with computation.
     pub arrival_bytes: usize,
-    /// Minimum size of a direct call of two ranks that copy engines move, whatever the policy, if
-    /// it is meant to overlap with computation.
-    pub direct_bytes: usize,
+    /// Minimum size of a call of two ranks that copy engines may move, whatever the policy, if it
+    /// is meant to overlap with computation.
+    pub overlapped_bytes: usize,
     /// The group's policy, which decides whether copy engines move all long calls.
     pub policy: CtaPolicy,
     /// Maximum number of blocks of a kernel.
@@ -118,7 +118,7 @@ impl CudaThresholds {
             copy_engine_bytes: 4 << 20,
             copy_chunk_bytes: 8 << 20,
             arrival_bytes: 4 << 20,
-            direct_bytes: 64 << 20,
+            overlapped_bytes: 64 << 20,
             policy: CtaPolicy::Default,
             ctas: MAX_CTAS,
         }
@@ -165,7 +165,7 @@ impl CudaThresholds {
             ("copy_engine_bytes", &mut self.copy_engine_bytes),
             ("copy_chunk_bytes", &mut self.copy_chunk_bytes),
             ("arrival_bytes", &mut self.arrival_bytes),
-            ("direct_bytes", &mut self.direct_bytes),
+            ("overlapped_bytes", &mut self.overlapped_bytes),
         ]
     }
 

@@ -26,8 +26,8 @@ impl CopyMode {
 }
 
 /// Number of times that a rank polls for the decision of a rank that launches the call at the same
-/// time. All polls together take about a microsecond.
-const LOOKS: usize = 200;
+/// time. All polls together take about ten microseconds.
+const LOOKS: usize = 2000;
 
 /// Offsets of a rank's tensors in its symmetric memory, or [`TensorOffsets::ELSEWHERE`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -28,6 +28,9 @@ pub(super) struct CopyStreams {
     /// Such pins of captured calls, held as long as the group lives, because a graph may be
     /// replayed at any time.
     captured: Vec<SegmentPin>,
+    /// The end of the last eager call that overlaps and [may](Communicator::may_be_overlapped) be
+    /// staged, if there was one.
+    long: Option<Event>,
 }
 
 /// The address at which this rank expects the message of another rank, if mapped here.
@@ -51,7 +54,24 @@ impl CopyStreams {
             ends: [ends()?, ends()?],
             pulled: VecDeque::new(),
             captured: Vec::new(),
+            long: None,
         })
+    }
+
+    /// Remembers the end of `stream`'s work, which is a call that may be staged.
+    pub(super) fn mark_long(&mut self, stream: Stream) -> Result<()> {
+        let event = self.long.take().map_or_else(Event::new, Ok)?;
+        event.record(stream)?;
+        self.long = Some(event);
+        Ok(())
+    }
+
+    /// Returns true if the device has yet to complete the last long call: the host then has time
+    /// for the many tasks of a staged call.
+    pub(super) fn host_is_ahead(&self) -> Result<bool> {
+        let Some(event) = &self.long else { return Ok(false) };
+        let _relaxed = RelaxedCapture::begin()?;
+        event.passed().map(|passed| !passed)
     }
 
     /// Drops the pins of pulls that have ended.
@@ -105,29 +125,46 @@ impl CopyStreams {
 }
 
 impl Communicator {
+    /// Returns true if copy engines may move `call` whatever the policy, if it overlaps with
+    /// computation; the same on all ranks. There are two ranks only: a rank whose tensors are in
+    /// other memory than those of the first rank can then make a direct call, too.
+    pub(super) fn may_be_overlapped(&self, call: &CallSpec<'_>) -> bool {
+        let (me, n) = (self.control.rank().index(), self.control.size());
+        n == 2
+            && matches!(call.op, Collective::AllGather | Collective::ReduceScatter)
+            && copy_engine::volume(call, me, n) >= self.tuning.overlapped_bytes
+    }
+
     /// Returns where the tensors of `call` are, and where the peers' tensors are expected, if
     /// copy engines may move the call. All ranks get `None`, or no rank does. `overlaps` is true if
-    /// the call is meant to overlap with computation on this rank.
-    pub(super) fn copy_offer(&self, call: &CallSpec<'_>, overlaps: bool) -> Option<CopyOffer> {
+    /// the call is meant to overlap with computation on this rank, and `stages` if this rank then
+    /// wants to move bytes through the workspace unless they can go from tensor to tensor.
+    pub(super) fn copy_offer(
+        &self,
+        call: &CallSpec<'_>,
+        overlaps: bool,
+        stages: bool,
+    ) -> Option<CopyOffer> {
         let (me, n) = (self.control.rank().index(), self.control.size());
         let zero = self.tuning.policy == CtaPolicy::Zero;
         let direct = copy_engine::may_be_direct(call.op, n);
-        // Other policies take copy engines for direct calls of two ranks only: a rank whose tensors
-        // are in other memory than those of the first rank can then make the call, too.
-        let least = if zero { self.tuning.copy_engine_bytes } else { self.tuning.direct_bytes };
-        let moved = self.memory.is_direct()
-            && copy_engine::serves(call, n)
-            && (zero || n == 2 && direct && call.op != Collective::AllReduce)
-            && copy_engine::volume(call, me, n) >= least;
-        if !moved {
+        let long = if zero {
+            copy_engine::volume(call, me, n) >= self.tuning.copy_engine_bytes
+        } else {
+            self.may_be_overlapped(call)
+        };
+        if !self.memory.is_direct() || !copy_engine::serves(call, n) || !long {
             return None;
         }
         let usual = if zero { CopyMode::Staged } else { CopyMode::Kernels };
         let symmetric = self.symmetric.as_ref().filter(|_| direct);
         let found = symmetric.and_then(|heaps| self.tensors(call, heaps));
-        let wants = found.is_some() && (zero || overlaps && in_place(call, me));
+        let wanted = match &found {
+            Some(_) if zero || overlaps && in_place(call, me) => CopyMode::Direct,
+            None if stages => CopyMode::Staged,
+            _ => usual,
+        };
         let (own, expected) = found.unwrap_or((TensorOffsets::ELSEWHERE, Vec::new()));
-        let wanted = if wants { CopyMode::Direct } else { usual };
         Some(CopyOffer { own, expected, wanted, usual })
     }
 

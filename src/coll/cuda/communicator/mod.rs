@@ -120,7 +120,9 @@ impl Communicator {
                     // Made before the call is published, because from then on the other ranks may
                     // decide.
                     let overlaps = arrival::overlaps(on, recorded, &communicator.tuning);
-                    let offer = communicator.copy_offer(call, overlaps);
+                    let long = overlaps && !recorded && communicator.may_be_overlapped(call);
+                    let stages = long && state.copies.host_is_ahead()?;
+                    let offer = communicator.copy_offer(call, overlaps, stages);
                     launch_log::compare(&communicator.control, state.launched, call, channel)?;
                     communicator.report.remember(state.launched, Description::of(call));
                     let decide = |offer| {
@@ -139,6 +141,9 @@ impl Communicator {
                         };
                         communicator
                             .enqueue_copies(state, &context, call, &decision, offer, stream)?;
+                        if long {
+                            state.copies.mark_long(stream)?;
+                        }
                         continue;
                     }
                     let zero_copy = communicator.zero_copy(call, state.launched, timeout)?;
@@ -180,6 +185,9 @@ impl Communicator {
                     }
                     for (launch, op) in launches() {
                         kernels.launch(device, launch, call.dtype, *op, stream)?;
+                    }
+                    if long {
+                        state.copies.mark_long(stream)?;
                     }
                 }
                 Ok(())
