@@ -108,6 +108,7 @@ class Completion {
   virtual bool copies() const = 0;
   virtual void copy_in() const = 0;
   virtual void write_back() const = 0;
+  virtual size_t later_calls() const = 0;
   virtual void complete(const Status& status, int32_t source) const = 0;
 };
 

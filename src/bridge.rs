@@ -218,6 +218,8 @@ pub mod ffi {
         fn copies(self: &Completion) -> bool;
         fn copy_in(self: &Completion);
         fn write_back(self: &Completion);
+        /// Returns how many collectives `write_back` runs with `GroupHandle::run_in_turn`.
+        fn later_calls(self: &Completion) -> usize;
         /// `source` is the rank that sent a received message, otherwise -1.
         fn complete(self: &Completion, status: &Status, source: i32);
         /// Abandons the windows that start in the `bytes` bytes of device memory at `address`,
@@ -256,8 +258,7 @@ pub mod ffi {
         /// ended. A failed call fails the group. `profiled`: the flight recorder notes for which
         /// ranks this rank waits.
         fn run(self: &GroupHandle, calls: &[CallSpec], timeout_ms: i64, profiled: bool) -> Outcome;
-        /// Queues `calls`. `done` is called only if they were queued, that is, if the status of the
-        /// outcome is 0 and `asides` is empty.
+        /// Queues `calls`. `done` is called only if the outcome has status 0 and no `asides`.
         fn submit(
             self: &GroupHandle,
             calls: &[CallSpec],
@@ -265,8 +266,9 @@ pub mod ffi {
             profiled: bool,
             done: UniquePtr<Completion>,
         ) -> Outcome;
-        /// Checks `calls` of a coalesced block without starting any; `launch` gets them at the end
-        /// of the block.
+        /// Runs `calls` in the turn of the call whose `Completion::write_back` calls this function.
+        fn run_in_turn(self: &GroupHandle, calls: &[CallSpec], timeout_ms: i64) -> Outcome;
+        /// Checks `calls` of a coalesced block; `launch` gets them at the end of the block.
         fn examine(self: &GroupHandle, calls: &[CallSpec]) -> Outcome;
         /// Starts a send; the returned ticket is for `wait`.
         fn send(self: &GroupHandle, transfer: &MessageSpec, done: UniquePtr<Completion>) -> u64;
@@ -421,8 +423,7 @@ pub mod ffi {
         ) -> Status;
         /// Stores `value` to the word at `address` with release ordering.
         fn store_release(address: usize, value: u32) -> Status;
-        /// Sets the directories that may have the compiler of CUDA kernels, best first, as raw
-        /// bytes of paths.
+        /// Sets the directories that may have the compiler of CUDA kernels, best first.
         fn cuda_libraries(folders: &CxxVector<CxxString>);
         /// Returns kind 0 if `reduce_op` (torch code) is defined for `dtype` (torch code).
         fn check_reduce(dtype: i32, reduce_op: u8) -> Status;
@@ -438,8 +439,7 @@ pub mod ffi {
         /// Returns statistics as JSON: CUDA calls of this process by algorithm, and bytes between
         /// nodes.
         fn stats() -> String;
-        /// Returns the interval of the tables of `SYMM_STATS_INTERVAL` in seconds; 0 if they are
-        /// off.
+        /// Returns the seconds between the tables of `SYMM_STATS_INTERVAL`; 0 if they are off.
         fn stats_seconds() -> u64;
         /// Returns the last calls of this process as JSON.
         fn trace_text() -> TextResult;

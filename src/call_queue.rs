@@ -22,7 +22,7 @@ use crate::sys::interrupt::{self, Interrupts};
 use crate::sys::thread;
 use crate::trace::{CallTarget, GroupRecorder};
 pub use executor::Executor;
-use state::{QueueState, QueuedJob};
+use state::{FinishedJob, QueueState, QueuedJob};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -58,13 +58,6 @@ pub struct CallQueue {
     workers: Mutex<Vec<JoinHandle<()>>>,
     health: Arc<Health>,
     recorder: Arc<GroupRecorder>,
-}
-
-/// A job whose completion has not been called.
-struct FinishedJob {
-    ticket: u64,
-    outcome: Result<()>,
-    completion: Completion,
 }
 
 impl CallQueue {
@@ -178,7 +171,7 @@ impl CallQueue {
         if state.idle_workers == 0 {
             self.start_worker(&mut state)?;
         }
-        self.recorder.ask_on_host(calls.len());
+        self.recorder.ask_on_host(calls.len() + completion.later_calls());
         let number = self.recorder.schedule(calls, timeout, true, CallTarget::Cpu);
         let mut job = QueuedJob::new(calls, number, timeout, completion);
         if !state.busy && state.queue.is_empty() {
@@ -192,6 +185,15 @@ impl CallQueue {
             self.wake_workers(&state);
         }
         Ok(ticket)
+    }
+
+    /// Runs `calls` in the turn of the job whose [`write_back`] calls this function; they are among
+    /// its [`later_calls`].
+    ///
+    /// [`write_back`]: crate::completion::TensorCopies::write_back
+    /// [`later_calls`]: crate::completion::TensorCopies::later_calls
+    pub fn run_in_turn(&self, calls: &[Call<'_>], timeout: Duration) -> Result<()> {
+        self.execute(calls, &CallTimeout::from_first_wait(timeout), timeout, None)
     }
 
     /// Posts the call of `job` if the job has only one.
@@ -485,15 +487,5 @@ impl CallQueue {
         if !state.queue.is_empty() {
             self.wake_workers(state);
         }
-    }
-}
-
-impl FinishedJob {
-    /// Calls the completion, without holding a lock.
-    fn call_completion(self, queue: &CallQueue) {
-        self.completion.call(self.outcome, None);
-        let mut state = lock(&queue.state);
-        state.open.remove(&self.ticket);
-        queue.wake_waiters(&state);
     }
 }

@@ -21,6 +21,9 @@ pub trait TensorCopies: Send + Sync {
     fn copy_in(&self);
     /// Copies the results back; has no effect after the first time.
     fn write_back(&self);
+    /// Returns how many more collectives `write_back` runs in the call's turn. Every rank must
+    /// return the same number and run all of them, because ranks compare how many they have called.
+    fn later_calls(&self) -> usize;
 }
 
 /// The receiver of the outcome of an asynchronous call. Clones share one callback; the first call
@@ -62,6 +65,11 @@ impl Completion {
         if let Some(copies) = &self.copies {
             copies.write_back();
         }
+    }
+
+    /// See [`TensorCopies::later_calls`].
+    pub fn later_calls(&self) -> usize {
+        self.copies.as_ref().map_or(0, |copies| copies.later_calls())
     }
 
     /// Delivers the outcome; has no effect after the first time.

@@ -143,6 +143,12 @@ impl Group {
         self.queue.submit(calls, timeout.unwrap_or_else(|| self.timeout()), completion)
     }
 
+    /// Runs `calls` in the turn of a queued call; see [`CallQueue::run_in_turn`]. That call has
+    /// passed the checks of `submit`, and it completes although this rank leaves the group.
+    pub fn run_in_turn(&self, calls: &[Call<'_>], timeout: Option<Duration>) -> Result<()> {
+        self.queue.run_in_turn(calls, timeout.unwrap_or_else(|| self.timeout()))
+    }
+
     /// Starts a send.
     pub fn send(&self, message: Message, completion: Completion) -> Result<u64> {
         self.start(true, message, completion)

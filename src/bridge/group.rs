@@ -68,6 +68,12 @@ impl GroupHandle {
         })
     }
 
+    pub(super) fn run_in_turn(&self, calls: &[ffi::CallSpec], timeout_ms: i64) -> ffi::Outcome {
+        self.begun(calls, |group, calls| {
+            group.run_in_turn(calls, milliseconds(timeout_ms)).map(|()| 0)
+        })
+    }
+
     pub(super) fn examine(&self, calls: &[ffi::CallSpec]) -> ffi::Outcome {
         self.begun(calls, |_, _| Ok(0))
     }

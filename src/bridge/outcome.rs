@@ -70,6 +70,10 @@ impl TensorCopies for Callback {
             completion.write_back();
         }
     }
+
+    fn later_calls(&self) -> usize {
+        self.0.as_ref().map_or(0, |completion| completion.later_calls())
+    }
 }
 
 /// Wraps a completion of the C++ side, which is called once from any thread.

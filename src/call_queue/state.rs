@@ -1,7 +1,10 @@
 //! The state of a group's queue, and its jobs.
 
+use super::CallQueue;
 use crate::coll::call::Call;
 use crate::completion::Completion;
+use crate::error::Result;
+use crate::lock::lock;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
@@ -45,6 +48,23 @@ pub(super) struct QueuedJob {
     pub(super) posted: bool,
     /// True if the job, the only one in the queue, is deferred to its submitter.
     pub(super) deferred: bool,
+}
+
+/// A job whose completion has not been called.
+pub(super) struct FinishedJob {
+    pub(super) ticket: u64,
+    pub(super) outcome: Result<()>,
+    pub(super) completion: Completion,
+}
+
+impl FinishedJob {
+    /// Calls the completion, without holding a lock.
+    pub(super) fn call_completion(self, queue: &CallQueue) {
+        self.completion.call(self.outcome, None);
+        let mut state = lock(&queue.state);
+        state.open.remove(&self.ticket);
+        queue.wake_waiters(&state);
+    }
 }
 
 impl QueueState {

@@ -105,6 +105,16 @@ def sparse(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match="layout Sparse"):
         direct("broadcast", [torch.eye(2).to_sparse()])()
     if world > 1:
+        # Rank 0 submits two sums of one tensor before its peers do.
+        tensor, message = torch.eye(world).to_sparse(), torch.ones(1)
+        if rank:
+            dist.recv(message, 0)
+        works = [dist.all_reduce(tensor, async_op=True) for _ in range(2)]
+        for peer in range(1, world if rank == 0 else 0):
+            dist.send(message, peer)
+        for work in works:
+            work.wait()
+        assert torch.equal(tensor.to_dense(), torch.eye(world) * world**2)
         # The group stays usable.
         others = r"\[4\] \(1 sparse\) on rank 0, \[4, 4\] \(2 sparse\)"
         for sizes, text in (((4,) * (1 + rank), others), ((5 + rank,), r"on rank 0, \[6\] \(1 sparse\)")):

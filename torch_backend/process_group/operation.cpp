@@ -7,9 +7,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "errors.hpp"
-#include "process_group/call_site.hpp"
 
 namespace symm {
 
@@ -157,12 +157,12 @@ void Operation::check(const at::Tensor& tensor, const char* role) {
       " of a storage of ", storage.nbytes(), " bytes");
 }
 
-CallSpec& Operation::begin(Collective op, const at::Tensor& like) {
+CallSpec& Operation::begin(Collective op, const at::Tensor& like, uint32_t site) {
   auto& call = calls.emplace_back().spec;
   call.op = op;
   call.dtype = like.defined() ? static_cast<int32_t>(like.scalar_type()) : 0;
   call.factor = 1.0;
-  call.call_site = call_site();
+  call.call_site = site;
   return call;
 }
 
@@ -252,6 +252,9 @@ void Operation::add_outputs(const at::Tensor& tensor, const std::vector<int64_t>
 
 void Operation::copy_in() {
   const at::AutoDispatchBelowADInplaceOrView plain;
+  if (const auto step = std::exchange(steps.before, nullptr)) {
+    step();
+  }
   for (auto& [tensor, copy] : to_fill_) {
     copy.copy_(tensor);
   }
@@ -266,6 +269,9 @@ void Operation::write_back() {
     tensor.copy_(copy);
   }
   pending_.clear();
+  if (const auto step = std::exchange(steps.after, nullptr)) {
+    step();
+  }
 }
 
 at::Tensor Operation::copy_of(const at::Tensor& tensor) {

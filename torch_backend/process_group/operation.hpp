@@ -7,12 +7,14 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <algorithm>
+#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "compat.hpp"
+#include "process_group/call_site.hpp"
 #include "symm/src/bridge.rs.h"
 
 namespace symm {
@@ -32,6 +34,17 @@ struct PreparedCall {
 
 using CallSpecs = c10::SmallVector<CallSpec, 1>;
 
+// Steps of a call in its turn in the queue, for a call whose later collectives depend on the
+// results of the prepared ones.
+struct TurnSteps {
+  // Fills the inputs of the prepared collectives.
+  std::function<void()> before;
+  // Runs after the prepared collectives, and runs `later_calls` more with
+  // `GroupHandle::run_in_turn`.
+  std::function<void()> after;
+  size_t later_calls = 0;
+};
+
 // Owns every tensor that the core reads or writes, all on one device. Copies replace tensors that
 // are not contiguous: `copy_in` fills them, and `write_back` copies the results back. Both belong
 // to the call's turn, because earlier and later calls may use the same tensors.
@@ -41,7 +54,7 @@ class Operation {
   Operation(::c10d::OpType type, const char* title) : type(type), title(title) {}
 
   // Starts a collective. The functions below add to it until the next `begin`.
-  CallSpec& begin(Collective op, const at::Tensor& like);
+  CallSpec& begin(Collective op, const at::Tensor& like, uint32_t site = call_site());
   // Sets the reduce op of the current collective, and its factor.
   void reduce_with(const ::c10d::ReduceOp& op);
   // Adds `tensor` as an input of the current collective.
@@ -67,7 +80,7 @@ class Operation {
   at::Tensor writable(const at::Tensor& tensor, bool keep_values);
   // Returns true if the call needs `copy_in` or `write_back`. Each acts once.
   bool copies() const {
-    return !to_fill_.empty() || !pending_.empty();
+    return !to_fill_.empty() || !pending_.empty() || steps.after;
   }
   void copy_in();
   void write_back();
@@ -123,6 +136,7 @@ class Operation {
   // The device of all tensors; absent before the first tensor.
   std::optional<at::Device> device;
   c10::SmallVector<PreparedCall, 1> calls;
+  TurnSteps steps;
   // The caller's input tensors, for a profiler; empty without one.
   std::vector<at::Tensor> inputs;
   std::vector<at::Tensor> outputs;

@@ -202,14 +202,6 @@ Caller ProcessGroupSymm::caller(uint64_t sequence) const {
       false};
 }
 
-ProcessGroupSymm::WorkPtr ProcessGroupSymm::completed(std::shared_ptr<Operation> operation) {
-  auto work =
-      c10::make_intrusive<WorkSymm>(getRank(), group_, std::move(operation), options_->timeout);
-  work->begun((*group_)->sequence(), 0);
-  work->complete(nullptr, -1);
-  return remember(work);
-}
-
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::remember(WorkPtr work) {
   begin_extensions(work);
   std::lock_guard<std::mutex> lock(mutex_);

@@ -244,8 +244,6 @@ class ProcessGroupSymm : public ::c10d::Backend {
       std::shared_ptr<Operation> operation, const at::Tensor& tensor, int peer, int tag, bool send);
   // Returns the group that an earlier `split` of this name made, if it can still be used.
   c10::intrusive_ptr<::c10d::Backend> living_child(const std::string& name);
-  // Returns the work of a call that is already complete.
-  WorkPtr completed(std::shared_ptr<Operation> operation);
   WorkPtr sum_sparse(const at::Tensor& tensor, const ::c10d::AllreduceOptions& opts);
   std::vector<int64_t> even_lengths(const at::Tensor& piece) const;
   std::shared_ptr<Operation> allgather_operation(

@@ -2,8 +2,10 @@
 // calls.
 #include "process_group/process_group.hpp"
 
-#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <algorithm>
+#include <numeric>
 
+#include "errors.hpp"
 #include "process_group/arguments.hpp"
 
 namespace symm {
@@ -180,8 +182,88 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::allreduce_sparse(
   refused();
 }
 
-// Gathers each rank's number of entries, then all indices and values, and sums them by coalescing
-// in rank order.
+namespace {
+
+// The sum of sparse tensors. The ranks first gather the shapes and numbers of entries; in the same
+// turn, all indices and values, which they sum by coalescing in rank order.
+struct SparseSum {
+  // The number of entries, of sparse dimensions and of all dimensions; then the sizes. Its length
+  // is the same on all ranks, so all ranks raise the same error if the shapes differ.
+  static constexpr int64_t kSizes = 3;
+  static constexpr int64_t kMostDimensions = 64;
+  static constexpr int64_t kHeader = kSizes + kMostDimensions;
+
+  Group group;
+  int64_t timeout_ms;
+  uint32_t site;
+  at::Tensor tensor;
+  at::Tensor own;
+  // A row for each rank.
+  at::Tensor headers;
+  // If `tensor` cannot be read, these values differ from those of all other ranks.
+  at::Tensor header = at::full({kHeader}, -1, at::kLong);
+
+  void fill_header() {
+    own = tensor.coalesce();
+    auto* words = header.mutable_data_ptr<int64_t>();
+    words[0] = own._nnz();
+    words[1] = own.sparse_dim();
+    words[2] = own.dim();
+    std::copy(own.sizes().begin(), own.sizes().end(), words + kSizes);
+  }
+
+  std::string described(int64_t rank) const {
+    const auto* words = headers[rank].const_data_ptr<int64_t>();
+    const at::IntArrayRef sizes(words + kSizes, std::max<int64_t>(words[2], 0));
+    return c10::str(sizes, " (", words[1], " sparse) on rank ", rank);
+  }
+
+  // Gathers the entries of all ranks; rank r has `rows[r]` entries, this rank has `mine`.
+  at::Tensor gathered(const at::Tensor& mine, const std::vector<int64_t>& rows) const {
+    Operation gather(OpType::ALLGATHER, "symm:all_gather");
+    at::Tensor all;
+    try {
+      gather.begin(Collective::AllGather, mine, site);
+      gather.add_input(mine.contiguous());
+      auto sizes = mine.sizes().vec();
+      sizes[0] = std::accumulate(rows.begin(), rows.end(), int64_t{0});
+      all = at::empty(sizes, mine.options());
+      for (const auto& part : all.split_with_sizes(rows)) {
+        gather.add_output(part);
+      }
+    } catch (...) {
+      (*group)->reject(status_of(std::current_exception()).message);
+      throw;
+    }
+    const auto run = [&](auto calls) { return (*group)->run_in_turn(calls, timeout_ms); };
+    check(gather.begin_with(run).status);
+    return all;
+  }
+
+  void finish() const {
+    const auto shapes = headers.slice(1, 1);
+    for (int64_t rank = 1; rank < headers.size(0); ++rank) {
+      if (!shapes[rank].equal(shapes[0])) {
+        const auto nothing = at::empty({0}, at::kLong);
+        gathered(nothing, std::vector<int64_t>(headers.size(0)));
+        gathered(nothing, std::vector<int64_t>(headers.size(0)));
+        TORCH_CHECK_VALUE(
+            false, "ProcessGroupSymm::allreduce: Tensor dimensions do not match: ", described(0),
+            ", ", described(rank));
+      }
+    }
+    const auto column = headers.select(1, 0).contiguous();
+    const auto* counts = column.const_data_ptr<int64_t>();
+    const std::vector<int64_t> rows(counts, counts + column.numel());
+    const auto indices = gathered(own._indices().t(), rows);
+    const auto values = gathered(own._values(), rows);
+    tensor.copy_(
+        at::sparse_coo_tensor(indices.t(), values, tensor.sizes(), tensor.options()).coalesce());
+  }
+};
+
+} // namespace
+
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::sum_sparse(
     const at::Tensor& tensor, const ::c10d::AllreduceOptions& opts) {
   TORCH_CHECK_NOT_IMPLEMENTED(
@@ -191,57 +273,24 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::sum_sparse(
   TORCH_CHECK_NOT_IMPLEMENTED(
       tensor.device().is_cpu(), "ProcessGroupSymm::allreduce: the sparse tensor is on ",
       tensor.device(), ", backend symm serves sparse tensors on CPU only");
-  const at::AutoDispatchBelowADInplaceOrView plain;
-  const auto own = tensor.coalesce();
-  ::c10d::AllgatherOptions sync;
-  sync.timeout = opts.timeout;
-  sync.asyncOp = false;
-  const auto gathered = [&](const at::Tensor& mine, const std::vector<int64_t>& rows) {
-    TensorLists all(1);
-    for (const auto count : rows) {
-      auto sizes = mine.sizes().vec();
-      sizes[0] = count;
-      all[0].push_back(at::empty(sizes, mine.options()));
-    }
-    Tensors inputs{mine.contiguous()};
-    allgather(all, inputs, sync);
-    return all[0];
-  };
-  // Each rank's number of entries, of sparse dimensions and of all dimensions, then the sizes. The
-  // length is the same on all ranks, so all ranks raise the same error if the sizes differ.
-  constexpr int64_t kSizes = 3;
-  constexpr int64_t kMostDimensions = 64;
-  std::vector<int64_t> header{own._nnz(), own.sparse_dim(), own.dim()};
-  header.insert(header.end(), own.sizes().begin(), own.sizes().end());
   TORCH_CHECK_NOT_IMPLEMENTED(
-      own.dim() <= kMostDimensions,
-      "ProcessGroupSymm::allreduce: a sparse tensor may have at most ", kMostDimensions,
+      tensor.dim() <= SparseSum::kMostDimensions,
+      "ProcessGroupSymm::allreduce: a sparse tensor may have at most ", SparseSum::kMostDimensions,
       " dimensions");
-  header.resize(kSizes + kMostDimensions);
-  const auto length = static_cast<int64_t>(header.size());
-  const auto headers =
-      gathered(at::tensor(header, at::kLong), std::vector<int64_t>(getSize(), length));
-  const auto described = [](const at::Tensor& shown) {
-    const auto* words = shown.const_data_ptr<int64_t>();
-    return c10::str(at::IntArrayRef(words + kSizes, words[2]), " (", words[1], " sparse)");
-  };
-  std::vector<int64_t> counts;
-  for (const auto& other : headers) {
-    counts.push_back(other[0].item<int64_t>());
-    TORCH_CHECK_VALUE(
-        other.slice(0, 1).equal(headers[0].slice(0, 1)),
-        "ProcessGroupSymm::allreduce: Tensor dimensions do not match: ",
-        described(headers[0]), " on rank 0, ", described(other), " on rank ", counts.size() - 1);
-  }
-  const auto indices = gathered(own._indices().t(), counts);
-  const auto values = gathered(own._values(), counts);
-  const auto sum =
-      at::sparse_coo_tensor(at::cat(indices).t(), at::cat(values), tensor.sizes(), tensor.options())
-          .coalesce();
-  tensor.copy_(sum);
+  const auto sum = std::make_shared<SparseSum>();
+  sum->group = group_;
+  sum->timeout_ms = extended(opts.timeout).count();
+  sum->tensor = tensor;
+  sum->headers = at::empty({getSize(), SparseSum::kHeader}, at::kLong);
   auto operation = std::make_shared<Operation>(OpType::ALLREDUCE, "symm:sparse_all_reduce");
+  sum->site = operation->begin(Collective::AllGather, sum->header).call_site;
+  operation->add_input(sum->header);
+  for (const auto& row : sum->headers.unbind()) {
+    operation->calls.back().outputs.push_back(span_of(operation->writable(row, false)));
+  }
   operation->outputs.push_back(tensor);
-  return completed(operation);
+  operation->steps = {[sum] { sum->fill_header(); }, [sum] { sum->finish(); }, 2};
+  return launch(operation, opts.timeout, opts.asyncOp);
 }
 
 } // namespace symm

@@ -132,7 +132,9 @@ void WorkSymm::write_back() noexcept {
   try {
     operation_->write_back();
   } catch (...) {
-    copy_error_ = std::current_exception();
+    if (!copy_error_) {
+      copy_error_ = std::current_exception();
+    }
   }
 }
 

@@ -52,6 +52,9 @@ class WorkSymm final : public ::c10d::Work {
   }
   void copy_in() noexcept;
   void write_back() noexcept;
+  size_t later_calls() const {
+    return operation_->steps.later_calls;
+  }
   // Ends the call: writes results back, then notifies waiting threads, then completes the future.
   void complete(std::exception_ptr error, int source);
   // Sets the call's number in the group, and its ticket for `Group::wait`.
@@ -121,6 +124,9 @@ class WorkCompletion final : public Completion {
   }
   void write_back() const override {
     work_->write_back();
+  }
+  size_t later_calls() const override {
+    return work_->later_calls();
   }
   void complete(const Status& status, int32_t source) const override;
 
