@@ -207,7 +207,7 @@ def test_wrong_arguments_are_refused_in_torchs_words(rank: int) -> None:
     refused("A_shard must be a matrix", scatter, row, matrix, "sum", 0)
     refused("Invalid gather_dim", scatter, matrix, matrix, "sum", 2)
     refused("B must be a matrix", scatter, matrix, row, "sum", 0)
-    refused("reduce_op must be sum or avg", scatter, matrix, matrix, "max", 0)
+    refused('reduce_op="max" is not one of "sum", "avg"', scatter, matrix, matrix, "max", 0)
     refused("2 ranks do not divide the 3 elements of dimension 0", scatter, torch.ones(3, 4), matrix, "sum", 0)
     refused("2 ranks do not divide the 3 elements of dimension 1", scatter, matrix, torch.ones(4, 3), "sum", 1)
     refused("cannot be multiplied", scatter, matrix, torch.ones(3, 4), "sum", 0)

@@ -211,9 +211,9 @@ REJECTED: dict[str, tuple[Callable[[], object], Callable[[], object], str]] = {
         scattered,
         "2 ranks do not divide the 3 elements",
     ),
-    "reduction": (lambda: scattered(op="max"), scattered, "reduce_op must be sum or avg"),
+    "reduction": (lambda: scattered(op="max"), scattered, 'reduce_op="max" is not one of "sum", "avg"'),
     "scale": (lambda: scaled_gathered(16, ((5, 1), (1,))), scaled_gathered, "Invalid scale shape"),
-    "scaled reduction": (lambda: scaled_scattered(op="max"), scaled_scattered, "reduce_op must be sum or avg"),
+    "scaled reduction": (lambda: scaled_scattered(op="max"), scaled_scattered, 'reduce_op="max" is not one of'),
     "bias": (lambda: scaled_gathered(bias=ones(3)), scaled_gathered, "Bias must be size 16 but got 3"),
     "native factor": (
         lambda: torch.ops.symm._all_gather_matmul(ones(4, 4), [ones(3, 4)], name_of(), True),

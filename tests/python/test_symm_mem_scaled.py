@@ -145,7 +145,7 @@ def test_wrong_arguments_are_refused() -> None:
         (gather, {"dim": 1}, "Invalid gather_dim"),
         (gather, {"scale": torch.ones(5, 1)}, "Invalid scale shape"),
         (gather, {"out_dtypes": [torch.int32]}, "scalar type 3"),
-        (scatter, {"op": "max"}, "reduce_op must be sum or avg"),
+        (scatter, {"op": "max"}, 'reduce_op="max" is not one of "sum", "avg"'),
         (scatter, {"its_dim": 1}, "Invalid scatter dim for 2D tensor"),
         (scatter, {"dim": 2}, r"Invalid scatter dim for 3D\+ output"),
         (scatter, {"scale": torch.ones(3, 1)}, "leading dims of A_scale must match"),

@@ -6,9 +6,9 @@
 
 #include <algorithm>
 #include <array>
-#include <utility>
 
 #include "gil.hpp"
+#include "process_group/arguments.hpp"
 #include "process_group/process_group.hpp"
 
 namespace symm {
@@ -20,20 +20,13 @@ using ::c10d::ReduceOp;
 constexpr const char* kAllReduce = "all_reduce";
 
 ReduceOp::RedOpType reduction(const std::string& name) {
-  static constexpr std::array<std::pair<const char*, ReduceOp::RedOpType>, 8> all{{
-      {"sum", ReduceOp::SUM},
-      {"avg", ReduceOp::AVG},
-      {"product", ReduceOp::PRODUCT},
-      {"min", ReduceOp::MIN},
-      {"max", ReduceOp::MAX},
-      {"band", ReduceOp::BAND},
-      {"bor", ReduceOp::BOR},
-      {"bxor", ReduceOp::BXOR},
-  }};
-  const auto* const found =
-      std::find_if(all.begin(), all.end(), [&](const auto& each) { return name == each.first; });
-  TORCH_CHECK_VALUE(found != all.end(), kAllReduce, ": no reduction \"", name, "\"");
-  return found->second;
+  static constexpr auto words = {"sum", "avg", "product", "min", "max", "band", "bor", "bxor"};
+  static constexpr std::array<ReduceOp::RedOpType, words.size()> codes{
+      ReduceOp::SUM, ReduceOp::AVG,  ReduceOp::PRODUCT, ReduceOp::MIN,
+      ReduceOp::MAX, ReduceOp::BAND, ReduceOp::BOR,     ReduceOp::BXOR};
+  const auto* const found = std::find(words.begin(), words.end(), name);
+  TORCH_CHECK_VALUE(found != words.end(), wrong_word(kAllReduce, "reduce_op", name, words));
+  return codes[found - words.begin()];
 }
 
 } // namespace

@@ -77,6 +77,21 @@ void check_parts(
       whole.numel(), " elements for ", parts, " ranks of ", part.numel());
 }
 
+std::string wrong_word(
+    const char* call,
+    const char* argument,
+    const std::string& value,
+    std::initializer_list<const char*> words) {
+  auto text = c10::str(
+      call, ": ", argument, "=\"", value, "\" is not ", words.size() > 1 ? "one of " : "");
+  const char* separator = "\"";
+  for (const auto* word : words) {
+    text += c10::str(separator, word, "\"");
+    separator = ", \"";
+  }
+  return text;
+}
+
 std::vector<int64_t> split_lengths(
     const char* call,
     const char* role,

@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 
+#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -29,6 +30,13 @@ void check_parts(
     const char* part_role,
     const at::Tensor& part,
     int parts);
+// Returns the error of an argument that must be one of `words`:
+// `all_reduce: reduce_op="summ" is not one of "sum", "max"`.
+std::string wrong_word(
+    const char* call,
+    const char* argument,
+    const std::string& value,
+    std::initializer_list<const char*> words);
 // Returns the number of elements of each of `size` consecutive pieces of the `role` tensor.
 // `splits` has the number of rows of each piece; if it is empty, all pieces are equal.
 std::vector<int64_t> split_lengths(

@@ -10,8 +10,9 @@
 #include <optional>
 #include <utility>
 
-#include "symm_mem/group_lookup.hpp"
+#include "process_group/arguments.hpp"
 #include "process_group/operation.hpp"
+#include "symm_mem/group_lookup.hpp"
 
 namespace symm {
 
@@ -66,7 +67,7 @@ int32_t dtype_of(const at::Tensor& tensor) {
 namespace {
 
 void check_sum(const at::Tensor& input, const std::string& reduce_op, const char* op) {
-  TORCH_CHECK(reduce_op == "sum", op, ": only sum is supported for now.");
+  TORCH_CHECK(reduce_op == "sum", wrong_word(op, "reduce_op", reduce_op, {"sum"}));
   check(check_reduce(dtype_of(input), ::c10d::ReduceOp::SUM));
 }
 

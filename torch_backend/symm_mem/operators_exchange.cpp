@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "process_group/arguments.hpp"
 #include "process_group/operation.hpp"
 #include "symm_mem/operators.hpp"
 
@@ -83,7 +84,8 @@ at::Tensor low_contention_reduce_scatter(
   // Null if the function below has completed the call without a window.
   const auto window = check_arguments(group_name, [&]() -> WindowPtr {
     TORCH_CHECK_VALUE(
-        reduce_op == "sum" || reduce_op == "avg", "reduce_op (", reduce_op, ") is not supported");
+        reduce_op == "sum" || reduce_op == "avg",
+        wrong_word(op, "reduce_op", reduce_op, {"sum", "avg"}));
     check(check_reduce(static_cast<int32_t>(tensor.scalar_type()), code));
     const auto size = membership(group_name, c10::kCPU).size;
     TORCH_CHECK(

@@ -38,7 +38,7 @@ def check(A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, ra
 
 def _check_op(reduce_op: str) -> None:
     if reduce_op not in ("sum", "avg"):
-        raise ValueError("reduce_op must be sum or avg")
+        raise ValueError(f'reduce_op="{reduce_op}" is not one of "sum", "avg"')
 
 
 def fallback(A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> torch.Tensor:
