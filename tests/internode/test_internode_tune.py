@@ -10,6 +10,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -34,9 +35,13 @@ FOUND = {
 
 def find(rank: int, world_size: int, path: str) -> dict[str, Any]:
     found = inter_node.measure(0.5, "cpu", around=(16 << 10, 128 << 10), turns=(256 << 10,))
+    placed = inter_node.layout()
     for _ in range(2):
         # The second write keeps the content of the file.
-        inter_node.write(found, Path(path), "cpu")
+        inter_node.write(placed, found, Path(path), "cpu")
+    with patch.object(profile, "output_error", lambda _: "no room"):
+        assert len(inter_node.output_errors(placed, None, "cpu")) == len(placed.nodes)
+        assert inter_node.output_errors(placed, Path(path), "cpu") == []
     dist.barrier()
     return found
 

@@ -182,8 +182,12 @@ def test_a_profile_goes_into_the_cache_and_is_found_there(tmp_path: Path, monkey
     (file,) = (tmp_path / "profiles").iterdir()
     assert file.name.endswith("-2-ranks.json")
     assert all(basis == "measured" for _, basis in run_ranks(priced, 2, env=cache)[0])
-    without = run_ranks(tuned, 1, backend=None, env={"SYMM_CACHE_DIR": "0"})
-    assert without == [1] and "no cache" in without.logs[0] and "--output" in without.logs[0]
+    # A default that cannot be written is an error before anything is measured.
+    (tmp_path / "file").touch()
+    for folder, text in (("0", "there is no cache"), (f"{tmp_path}/file", "file/profiles: cannot be made: Not a dir")):
+        without = run_ranks(tuned, 1, backend=None, env={"SYMM_CACHE_DIR": folder})
+        assert without == [1] and text in without.logs[0] and "--output" in without.logs[0]
+        assert "; load" not in without.logs[0]
 
 
 def tune_with_stopped_ranks(_rank: int, _world: int, plans: bool) -> str:

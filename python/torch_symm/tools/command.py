@@ -83,12 +83,12 @@ def ranks(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks: a group of one node has 2 to {MOST_RANKS}")
 
 
-def check_folder(parser: Parser, path: Path) -> None:
-    """Ends the command before it measures data that it cannot write to ``path``."""
+def write_error(path: Path) -> str | None:
+    """Returns why a command could not write to ``path``, or ``None`` if it can."""
     if not path.absolute().parent.is_dir():
-        parser.error(f"{path}: there is no folder {path.parent}")
+        return f"{path}: there is no folder {path.parent}"
     if path.is_dir():
-        parser.error(f"{path} is a folder: name a file")
+        return f"{path} is a folder: name a file"
     try:
         if path.exists():
             # Appending nothing could wait for the reader of a pipe.
@@ -100,7 +100,14 @@ def check_folder(parser: Parser, path: Path) -> None:
             probe.touch()
             probe.unlink()
     except OSError as error:
-        parser.error(f"{path}: cannot be written: {error.strerror}")
+        return f"{path}: cannot be written: {error.strerror}"
+    return None
+
+
+def check_folder(parser: Parser, path: Path) -> None:
+    """Ends the command before it measures data that it cannot write to ``path``."""
+    if error := write_error(path):
+        parser.error(error)
 
 
 def check_plot(parser: Parser, path: Path, endings: Sequence[str]) -> None:

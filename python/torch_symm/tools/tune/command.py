@@ -216,9 +216,9 @@ def _calibrate(
     from .launch import all_times, state
 
     here, load = profile.key(device, world), [round(value, 2) for value in os.getloadavg()]
-    path = given.output or profile.own_path(here)
-    if path is None:
-        raise Unmeasured("there is no cache to write to (SYMM_CACHE_DIR): say where with --output")
+    path, error = given.output or profile.own_path(here), None if given.output else profile.output_error(here)
+    if path is None or error:
+        raise Unmeasured(error)
     say(f"{here.says}; load {load[0]}")
     started = time.monotonic()
     settings, left = _in_force(device, world), given.seconds

@@ -274,16 +274,29 @@ class Search:
         return best if worth else usual
 
 
-def write(found: Mapping[str, Any], output: Path | None, device: str) -> Path | None:
-    """Writes ``found`` into this node's profile, keeping other entries; returns its path, ``None`` without a cache.
+def node_key(placed: Layout, device: str) -> profile.Key:
+    """Returns the key of this node's profile."""
+    own = next(ranks for ranks in placed.nodes if dist.get_rank() in ranks)
+    return profile.key(device, len(own))
+
+
+def output_errors(placed: Layout, output: Path | None, device: str) -> list[str]:
+    """Returns the nodes that cannot write their profile, and why; the same on all ranks."""
+    error = None if output or placed.local else profile.output_error(node_key(placed, device))
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error and f"{socket.gethostname()}: {error}")
+    return [error for error in errors if error]
+
+
+def write(placed: Layout, found: Mapping[str, Any], output: Path | None, device: str) -> Path:
+    """Writes ``found`` into this node's profile, keeping other entries; returns its path.
 
     Only the first rank of each node writes; to ``output``, if it is given, only rank 0.
     """
-    placed = layout()
-    own = next(ranks for ranks in placed.nodes if dist.get_rank() in ranks)
-    here = profile.key(device, len(own))
+    here = node_key(placed, device)
     path = output or profile.own_path(here)
-    if path is not None and (dist.get_rank() == 0 if output else placed.local == 0):
+    assert path is not None, "output_errors would have said so"
+    if dist.get_rank() == 0 if output else placed.local == 0:
         kept = profile.known(path) or profile.bare(here, {})
         profile.write(path, {**kept, "inter_node": dict(found)})
     return path
@@ -308,18 +321,18 @@ def run(seconds: float, output: Path | None, device: str) -> int:
         if first:
             ranks = " + ".join(str(len(node)) for node in placed.nodes)
             say(f"{len(placed.nodes)} nodes of {ranks} ranks; load {os.getloadavg()[0]:.2f}")
+        if errors := output_errors(placed, output, device):
+            if first:
+                say("\n".join(errors))
+            return 1
         found = measure(seconds, device)
-        path = write(found, output, device)
+        path = write(placed, found, output, device)
         if first:
             for rails in found["rails"]:
                 say(f"by {rails['rails']}: {rails['gb_per_s']} GB/s of a node, {rails['us']} µs a trip")
             say(", ".join(f"{name} = {value}" for name, value in found["thresholds"].items()))
-            say(
-                f"written to {path}"
-                if path
-                else "there is no cache to write to (SYMM_CACHE_DIR): say where with --output"
-            )
+            say(f"written to {path}")
         dist.barrier()
-        return 0 if path else 1
+        return 0
     finally:
         dist.destroy_process_group()

@@ -21,6 +21,7 @@ import torch
 from torch_symm._describe import prices as prices
 from torch_symm._native import load
 from torch_symm._version import __version__
+from torch_symm.tools.command import write_error
 
 from .measurement_points import OPS, Point, Priced, group_sizes, local
 
@@ -176,6 +177,19 @@ def own_path(here: Key) -> Path | None:
     """Returns where the user's profile of this hardware belongs; ``None`` without a cache."""
     folder = os.fsdecode(load()._user_profile_dir())
     return Path(folder) / here.file if folder else None
+
+
+def output_error(here: Key) -> str | None:
+    """Makes the folder of the user's profile, and returns why the profile cannot be written, or ``None`` if it can."""
+    path = own_path(here)
+    if path is None:
+        return "there is no cache to write to (SYMM_CACHE_DIR): say where with --output"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        error = write_error(path)
+    except OSError as failed:
+        error = f"{path.parent}: cannot be made: {failed.strerror}"
+    return error and f"{error}; say where to write with --output, or set SYMM_CACHE_DIR"
 
 
 def write(path: Path, profile: Mapping[str, Any]) -> None:
