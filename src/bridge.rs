@@ -247,6 +247,8 @@ pub mod ffi {
         /// Returns a report of all GPUs of this node.
         fn topology_report() -> TextResult;
         type GroupHandle;
+        /// Checks the choices of `spec`, except `inter_node_backend`.
+        fn check_choices(spec: &JoinSpec) -> Status;
         /// Joins a group through `store`, also on other nodes. On failure `status` is the error,
         /// and `group` cannot be used.
         fn join(
@@ -427,8 +429,7 @@ pub mod ffi {
         fn cuda_libraries(folders: &CxxVector<CxxString>);
         /// Returns kind 0 if `reduce_op` (torch code) is defined for `dtype` (torch code).
         fn check_reduce(dtype: i32, reduce_op: u8) -> Status;
-        /// Returns the number of the capture that records the CUDA stream; 0 if none does. Any
-        /// thread may call it.
+        /// Returns the number of the capture that records the CUDA stream, or 0. Never blocks.
         fn capture_of(stream: usize) -> u64;
         /// True if `Work.wait()` of a CUDA call blocks the host: `SYMM_BLOCKING_WAIT`.
         fn blocking_wait() -> bool;
@@ -436,8 +437,7 @@ pub mod ffi {
         fn call_sites_wanted() -> bool;
         /// Returns the number of a line of the user's program, "train.py:12".
         fn call_site_number(text: &str) -> u32;
-        /// Returns statistics as JSON: CUDA calls of this process by algorithm, and bytes between
-        /// nodes.
+        /// Returns CUDA calls by algorithm, and bytes between nodes, as JSON.
         fn stats() -> String;
         /// Returns the seconds between the tables of `SYMM_STATS_INTERVAL`; 0 if they are off.
         fn stats_seconds() -> u64;
@@ -487,7 +487,7 @@ mod transport;
 mod window;
 
 use cuda::{blocking_wait, capture_of, stats, stats_seconds};
-use group::{GroupHandle, join};
+use group::{GroupHandle, check_choices, join};
 use internode::{node_id, set_trial_thresholds};
 use kernels::{check_reduce, cuda_libraries};
 use load::{LoadGenerator, load_generator};

@@ -7,7 +7,7 @@ use crate::cta::{CtaOptions, CtaPolicy};
 use crate::dtype::SumOrder;
 use crate::sys::fork::PerProcess;
 use crate::sys::logging;
-pub use default_choice::DefaultChoice;
+pub use default_choice::{DefaultChoice, named_choice};
 use std::fmt;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;

@@ -240,6 +240,8 @@ pub enum SumOrder {
 }
 
 impl SumOrder {
+    /// Both orders.
+    pub const ALL: [SumOrder; 2] = [SumOrder::Rank, SumOrder::Tree];
     /// Maximum number of sources for which both orders are the same.
     const SAME: usize = 3;
 
@@ -253,7 +255,7 @@ impl SumOrder {
 
     /// Returns the order with this name.
     pub fn named(name: &str) -> Option<Self> {
-        [SumOrder::Rank, SumOrder::Tree].into_iter().find(|order| order.name() == name)
+        Self::ALL.into_iter().find(|order| order.name() == name)
     }
 
     /// Returns the order in which `op` combines `n` elements of `dtype`: [`SumOrder::Rank`] unless

@@ -59,5 +59,13 @@ auto reconfigurable(const Options& options) -> decltype(options.enable_reconfigu
 inline bool reconfigurable(...) {
   return false;
 }
+// Sets that request where torch has it; the last argument is 0.
+template <typename Options>
+auto set_reconfigurable(Options& options, bool value, int)
+    -> decltype(void(options.enable_reconfigure = value)) {
+  options.enable_reconfigure = value;
+}
+template <typename Options>
+void set_reconfigurable(Options&, bool, long) {}
 
 } // namespace symm

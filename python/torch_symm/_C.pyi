@@ -37,8 +37,9 @@ class Options(Backend.Options):
     later groups, ``""`` and 0 mean the choices of the default group. All ranks choose the same values.
 
     Raises:
-        ValueError: a timeout of 0 or less, or a number of seconds above a year. Other values are checked when a group
-            is made, which raises ``ValueError`` with the valid ones.
+        ValueError: a timeout of 0 or less, or a number of seconds above a year; a word that is not valid, also when it
+            is assigned. ``inter_node_backend`` may name a backend that torch knows only later, so it is checked when
+            a group is made.
     """
 
     _timeout: timedelta

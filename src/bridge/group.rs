@@ -7,7 +7,7 @@ use super::{ffi, from_cpp, from_cpp_in_turn, guarded, milliseconds, outcome, sta
 use crate::bootstrap::JoinOptions;
 use crate::coll::alias;
 use crate::coll::call::{Call, CallSpec, Collective, Span};
-use crate::coll::cuda::tuning::chosen_ctas;
+use crate::coll::cuda::tuning::{chosen_ctas, cta_choice};
 use crate::coll::message::{Message, MessageSpec};
 use crate::config::Config;
 use crate::dtype::{DType, ReduceOp};
@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::internode::discovery;
 use crate::internode::join::InternodeOptions;
-use crate::internode::reduce_dtype::{ReduceDtype, chosen_order};
+use crate::internode::reduce_dtype::{ReduceDtype, chosen_order, order_choice};
 use crate::rank::Rank;
 use crate::store::Store;
 use crate::store::offload::OffloadedStore;
@@ -269,6 +269,14 @@ pub(super) fn join(
         group.as_ref().map(|_| ()).map_err(Clone::clone)
     });
     ffi::JoinResult { status, group: Box::new(GroupHandle(group)) }
+}
+
+pub(super) fn check_choices(spec: &ffi::JoinSpec) -> ffi::Status {
+    guarded(|| {
+        order_choice(&spec.order)?;
+        ReduceDtype::choice(&spec.reduce_dtype)?;
+        cta_choice(&spec.cta_policy, spec.max_ctas).map(|_| ())
+    })
 }
 
 /// Reinterprets spans of C++ as spans of the core, which have the same layout.

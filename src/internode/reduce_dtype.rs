@@ -1,9 +1,9 @@
 //! The choices of the type and the order of a group's sums.
 
 pub use crate::coll::two_level::levels::ReduceDtype;
-use crate::config::DefaultChoice;
+use crate::config::{DefaultChoice, named_choice};
 use crate::dtype::SumOrder;
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 static DEFAULT: DefaultChoice<ReduceDtype> = DefaultChoice::unset();
 static DEFAULT_ORDER: DefaultChoice<SumOrder> = DefaultChoice::unset();
@@ -15,12 +15,16 @@ static DEFAULT_ORDER: DefaultChoice<SumOrder> = DefaultChoice::unset();
 /// # Errors
 /// `Value` if `named` is not a valid choice.
 pub fn chosen_order(named: &str, setting: SumOrder, is_default: bool) -> Result<SumOrder> {
-    DEFAULT_ORDER.choose(setting, is_default, |usual| match named {
-        "" => Ok(usual),
-        _ => SumOrder::named(named).ok_or_else(|| {
-            Error::value(format!("order={named:?} is not one of \"rank\", \"tree\""))
-        }),
-    })
+    let chosen = order_choice(named)?;
+    DEFAULT_ORDER.choose(setting, is_default, |usual| Ok(chosen.unwrap_or(usual)))
+}
+
+/// Returns the order that an option names, if it names one.
+///
+/// # Errors
+/// `Value` if `named` is not a valid choice.
+pub fn order_choice(named: &str) -> Result<Option<SumOrder>> {
+    named_choice("order", named, &SumOrder::ALL, SumOrder::name)
 }
 
 impl ReduceDtype {
@@ -31,15 +35,16 @@ impl ReduceDtype {
     /// # Errors
     /// `Value` if `named` is not a valid choice.
     pub fn chosen(named: &str, order: SumOrder, is_default: bool) -> Result<Self> {
-        DEFAULT.choose(Self::default(), is_default, |usual| match named {
-            "" if order == SumOrder::Tree => Ok(Self::Fp32),
-            "" => Ok(usual),
-            "tensor" => Ok(Self::Tensor),
-            "float32" => Ok(Self::Fp32),
-            _ => Err(Error::value(format!(
-                "reduce_dtype={named:?} is not one of \"tensor\", \"float32\""
-            ))),
-        })
+        let chosen = Self::choice(named)?.or((order == SumOrder::Tree).then_some(Self::Fp32));
+        DEFAULT.choose(Self::default(), is_default, |usual| Ok(chosen.unwrap_or(usual)))
+    }
+
+    /// Returns the type that an option names, if it names one.
+    ///
+    /// # Errors
+    /// `Value` if `named` is not a valid choice.
+    pub fn choice(named: &str) -> Result<Option<Self>> {
+        named_choice("reduce_dtype", named, &[Self::Tensor, Self::Fp32], Self::name)
     }
 }
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -400,3 +403,28 @@ def test_other_timeouts_are_refused(timeout: float | timedelta) -> None:
     error, says = (TypeError, None) if timeout == "5" else (ValueError, "timeout must be more than 0")
     with pytest.raises(error, match=says):
         torch_symm.Options(timeout=timeout)
+
+
+WRONG_CHOICES = (
+    ("reduce_dtype", "fp32", 'reduce_dtype="fp32" is not one of "tensor", "float32"'),
+    ("order", "ring", 'order="ring" is not one of "rank", "tree"'),
+    ("cta_policy", "fast", 'cta_policy="fast" is not one of "default", "efficiency", "zero"'),
+    ("max_ctas", -1, "max_ctas=-1 is negative; 0 means no limit"),
+)
+
+
+def test_choices_are_checked_when_they_are_set_and_survive_copies_and_pickle() -> None:
+    options: Any = torch_symm.Options(5, "g", [1, 3], "gloo", "float32", "tree", "zero", 8)
+    if hasattr(options, "enable_reconfigure"):
+        options.enable_reconfigure = True
+    for name, value, says in WRONG_CHOICES:
+        with pytest.raises(ValueError, match=says):
+            torch_symm.Options(**{name: value})
+        with pytest.raises(ValueError, match=says):
+            setattr(options, name, value)
+    for same in (options, copy.copy(options), copy.deepcopy(options), pickle.loads(pickle.dumps(options))):
+        assert repr(same) == (
+            "torch_symm.Options(timeout=5, group_name='g', inter_node_backend='gloo', reduce_dtype='float32', "
+            "order='tree', cta_policy='zero', max_ctas=8)"
+        )
+        assert same.global_ranks_in_group == [1, 3] and getattr(same, "enable_reconfigure", True)

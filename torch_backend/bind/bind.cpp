@@ -50,6 +50,41 @@ std::chrono::milliseconds milliseconds_of(const Timeout& timeout) {
   return std::chrono::milliseconds(std::llround(seconds * 1000));
 }
 
+// Sets a choice of the options; throws, and changes nothing, if it is not valid.
+template <auto field, typename Value>
+void choose(Options& self, const Value& value) {
+  const auto before = std::exchange(self.*field, value);
+  try {
+    check_choices(self);
+  } catch (...) {
+    self.*field = before;
+    throw;
+  }
+}
+
+// The options' fields as a tuple, for pickle.
+py::tuple state_of(const Options& self) {
+  return py::make_tuple(
+      self.timeout, self.group_name, self.group_desc, self.global_ranks_in_group,
+      reconfigurable(self), self.inter_node_backend, self.reduce_dtype, self.order,
+      self.cta_policy, self.max_ctas);
+}
+
+Holder<Options> options_of(const py::tuple& state) {
+  auto options = c10::make_intrusive<Options>(state[0].cast<std::chrono::milliseconds>());
+  options->group_name = state[1].cast<std::string>();
+  options->group_desc = state[2].cast<std::string>();
+  options->global_ranks_in_group = state[3].cast<std::vector<uint64_t>>();
+  set_reconfigurable(*options, state[4].cast<bool>(), 0);
+  options->inter_node_backend = state[5].cast<std::string>();
+  options->reduce_dtype = state[6].cast<std::string>();
+  options->order = state[7].cast<std::string>();
+  options->cta_policy = state[8].cast<std::string>();
+  options->max_ctas = state[9].cast<int>();
+  check_choices(*options);
+  return options;
+}
+
 void bind(py::module_ module) {
   module.doc() = "The native part of torch_symm.";
   module.attr("__version__") = std::string(version());
@@ -105,6 +140,7 @@ void bind(py::module_ module) {
             options->order = order;
             options->cta_policy = cta_policy;
             options->max_ctas = max_ctas;
+            check_choices(*options);
             return options;
           }),
           py::arg("timeout") = Timeout(kBackendDefaultTimeout),
@@ -116,10 +152,19 @@ void bind(py::module_ module) {
           py::arg("cta_policy") = "",
           py::arg("max_ctas") = 0)
       .def_readwrite("inter_node_backend", &Options::inter_node_backend)
-      .def_readwrite("reduce_dtype", &Options::reduce_dtype)
-      .def_readwrite("order", &Options::order)
-      .def_readwrite("cta_policy", &Options::cta_policy)
-      .def_readwrite("max_ctas", &Options::max_ctas)
+      .def_property(
+          "reduce_dtype", [](const Options& self) { return self.reduce_dtype; },
+          &choose<&Options::reduce_dtype, std::string>)
+      .def_property(
+          "order", [](const Options& self) { return self.order; },
+          &choose<&Options::order, std::string>)
+      .def_property(
+          "cta_policy", [](const Options& self) { return self.cta_policy; },
+          &choose<&Options::cta_policy, std::string>)
+      .def_property(
+          "max_ctas", [](const Options& self) { return self.max_ctas; },
+          &choose<&Options::max_ctas, int>)
+      .def(py::pickle(&state_of, &options_of))
       .def_property(
           "timeout",
           [](const Options& self) { return self.timeout; },

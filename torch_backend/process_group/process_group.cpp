@@ -59,7 +59,27 @@ c10::intrusive_ptr<ProcessGroupSymm::Options> child_options(const ::c10d::Backen
   return options;
 }
 
+// Returns the options' part of the arguments of `join`.
+JoinSpec join_spec(const ProcessGroupSymm::Options& options) {
+  JoinSpec spec;
+  spec.group = options.group_name;
+  for (const auto global : options.global_ranks_in_group) {
+    spec.global_ranks.push_back(static_cast<int32_t>(global));
+  }
+  spec.timeout_ms = options.timeout.count();
+  spec.inter_node_backend = options.inter_node_backend;
+  spec.reduce_dtype = options.reduce_dtype;
+  spec.order = options.order;
+  spec.cta_policy = options.cta_policy;
+  spec.max_ctas = options.max_ctas;
+  return spec;
+}
+
 } // namespace
+
+void check_choices(const ProcessGroupSymm::Options& options) {
+  check(check_choices(join_spec(options)));
+}
 
 Group join_group(
     const c10::intrusive_ptr<::c10d::Store>& store,
@@ -67,20 +87,10 @@ Group join_group(
     int size,
     const ProcessGroupSymm::Options& options,
     bool is_default) {
-  JoinSpec spec;
-  spec.group = options.group_name;
+  auto spec = join_spec(options);
   spec.rank = rank;
   spec.size = size;
-  for (const auto global : options.global_ranks_in_group) {
-    spec.global_ranks.push_back(static_cast<int32_t>(global));
-  }
   spec.is_default = is_default;
-  spec.timeout_ms = options.timeout.count();
-  spec.inter_node_backend = options.inter_node_backend;
-  spec.reduce_dtype = options.reduce_dtype;
-  spec.order = options.order;
-  spec.cta_policy = options.cta_policy;
-  spec.max_ctas = options.max_ctas;
   auto joined = join(
       std::make_unique<TorchStore>(store), std::make_shared<Transports>(options.group_name, store),
       spec);

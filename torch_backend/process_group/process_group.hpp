@@ -271,6 +271,11 @@ class ProcessGroupSymm : public ::c10d::Backend {
   std::map<std::string, c10::weak_intrusive_ptr<ProcessGroupSymm>> children_;
 };
 
+// Throws unless a group can be made with the words and numbers of the options.
+// `inter_node_backend` is checked only when the group is made, because it may name a backend that
+// torch knows by then.
+void check_choices(const ProcessGroupSymm::Options& options);
+
 // Joins a group of the core under the options' name, through `store` only. The group is among those
 // that `leave_all` leaves.
 Group join_group(

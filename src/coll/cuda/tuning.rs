@@ -2,7 +2,7 @@
 //! user's settings.
 
 use super::workspace::layout::{MAX_LANES, SENTINEL_BLOCKS};
-use crate::config::DefaultChoice;
+use crate::config::{DefaultChoice, named_choice};
 use crate::cta::{CtaOptions, CtaPolicy};
 use crate::error::{Error, Result};
 
@@ -19,22 +19,21 @@ pub fn chosen_ctas(
     setting: CtaOptions,
     is_default: bool,
 ) -> Result<CtaOptions> {
-    let names = CtaPolicy::ALL.map(|policy| format!("{:?}", policy.name())).join(", ");
-    let named =
-        match policy {
-            "" => None,
-            _ => Some(CtaPolicy::named(policy).ok_or_else(|| {
-                Error::value(format!("cta_policy={policy:?} is not one of {names}"))
-            })?),
-        };
+    let (named, most) = cta_choice(policy, most)?;
+    DEFAULT.choose(setting, is_default, |usual| {
+        Ok(CtaOptions { policy: named.unwrap_or(usual.policy), most: most.or(usual.most) })
+    })
+}
+
+/// Returns the policy and the maximum number of blocks that options name, if they name them.
+///
+/// # Errors
+/// `Value` if `policy` is not the name of a policy or `most` is negative.
+pub fn cta_choice(policy: &str, most: i32) -> Result<(Option<CtaPolicy>, Option<usize>)> {
+    let named = named_choice("cta_policy", policy, &CtaPolicy::ALL, CtaPolicy::name)?;
     let most = usize::try_from(most)
         .map_err(|_| Error::value(format!("max_ctas={most} is negative; 0 means no limit")))?;
-    DEFAULT.choose(setting, is_default, |usual| {
-        Ok(CtaOptions {
-            policy: named.unwrap_or(usual.policy),
-            most: if most == 0 { usual.most } else { Some(most) },
-        })
-    })
+    Ok((named, (most > 0).then_some(most)))
 }
 
 /// Maximum number of blocks of a kernel under [`CtaPolicy::Efficiency`] if the user sets none.
