@@ -63,6 +63,15 @@ impl CallHeader {
         texts.into_iter().filter(|&has| has).count() * Self::TEXT_BYTES
     }
 
+    /// Returns a slot with this header and the texts of `call`. Its length is the same for every
+    /// call, whatever texts it has.
+    pub(super) fn to_slot(self, call: &CallSpec) -> Vec<u8> {
+        let mut slot = self.to_bytes(None).to_vec();
+        slot.resize(Self::BYTES + 2 * Self::TEXT_BYTES, 0);
+        Self::write_texts(&mut slot, call);
+        slot
+    }
+
     /// Writes the texts of `call` to the end of `slot`. Lengths that need more bytes are left out.
     pub(super) fn write_texts(slot: &mut [u8], call: &CallSpec) {
         let mut start = slot.len();
@@ -210,12 +219,8 @@ mod tests {
     fn difference(calls: [&CallSpec<'_>; 2], texts: bool) -> String {
         let layout = NodeMap::of(&["a", "b"].map(RankLocation::on));
         let slot = |call: &CallSpec<'_>| {
-            let mut slot = CallHeader::of(call, 3).to_bytes(None).to_vec();
-            if texts {
-                slot.resize(CallHeader::BYTES + 2 * CallHeader::TEXT_BYTES, 0);
-                CallHeader::write_texts(&mut slot, call);
-            }
-            slot
+            let header = CallHeader::of(call, 3);
+            if texts { header.to_slot(call) } else { header.to_bytes(None).to_vec() }
         };
         let [one, other] = calls.map(slot);
         let ranks = [0, 1].map(Rank);

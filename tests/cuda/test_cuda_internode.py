@@ -430,7 +430,9 @@ def mismatched_between(rank: int, world: int) -> None:
     dist.all_reduce(tensor)
     assert torch.all(tensor == world)
     tensor = torch.ones(1000 + rank, device=device())
-    with pytest.raises(torch_symm.SymmMismatchError, match=r"rank 0 .*\(1000 × float32.* rank 1 .*\(1001 × float32"):
+    site = r"at \S*test_cuda_internode.py:\d+"
+    text = rf"rank 0 .*\(1000 × float32.* {site}, rank 1 .*\(1001 × float32.* {site}"
+    with pytest.raises(torch_symm.SymmMismatchError, match=text):
         dist.all_reduce(tensor)
     assert torch.all(tensor == 1)
 

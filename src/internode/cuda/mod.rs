@@ -167,7 +167,10 @@ impl Internode {
             (state.collectives + 1..).zip(calls).map(|(number, call)| CallHeader::of(call, number));
         state.collectives += calls.len() as u64;
         if Config::get().debug_call_site && Stream(target.stream).capture()?.is_none() {
-            headers.clone().try_for_each(|header| self.compare(inside, header, timeout))?;
+            headers
+                .clone()
+                .zip(calls)
+                .try_for_each(|(header, call)| self.compare(inside, header, call, timeout))?;
         }
         self.health.recorder().ask(calls.len());
         // Nodes compare these calls while they run; the kernels compare the calls within a node.
@@ -220,9 +223,16 @@ impl Internode {
     /// Blocks the calling thread until all ranks of all nodes were found to run the same call.
     /// `launch` calls this only under `SYMM_DEBUG=call_site`; otherwise `launch` blocks only for
     /// the set-up.
-    fn compare(&self, inside: &dyn IntraNode, header: CallHeader, timeout: Duration) -> Result<()> {
-        let (n, each) = (self.layout.size(), CallHeader::BYTES);
-        let (mut own, mut all) = (header.to_bytes(None), vec![0u8; n * each]);
+    fn compare(
+        &self,
+        inside: &dyn IntraNode,
+        header: CallHeader,
+        call: &CallSpec,
+        timeout: Duration,
+    ) -> Result<()> {
+        let mut own = header.to_slot(call);
+        let (n, each) = (self.layout.size(), own.len());
+        let mut all = vec![0u8; n * each];
         let whole = all.as_mut_ptr().addr();
         let inputs = vec![Span { addr: own.as_mut_ptr().addr(), bytes: each }].into();
         let outputs = (0..n).map(|rank| Span { addr: whole + rank * each, bytes: each }).collect();
