@@ -155,14 +155,17 @@ impl ControlBlock {
         iter::once(first).chain(self.ranks()).find_map(|rank| Some((rank, died(rank)?)))
     }
 
-    /// Returns the state of a rank's process, such as "rank 1: pid 4711 alive, asleep".
-    pub fn process_state(&self, rank: Rank) -> String {
-        let pid = self.pid(rank);
-        format!(
-            "rank {}: pid {pid} {}",
-            self.display_rank(rank),
-            process::state(pid).unwrap_or("exited")
-        )
+    /// Names `ranks`, the state of each process and what the rank is `doing`, such as "rank 1 (rank
+    /// 1: pid 4711 alive, asleep, in all_reduce #3)".
+    pub fn states_of(&self, ranks: &[Rank], doing: impl Fn(Rank) -> String) -> String {
+        let state = |&rank: &Rank| {
+            let (shown, pid) = (self.display_rank(rank), self.pid(rank));
+            let process = process::state(pid).unwrap_or("exited");
+            format!("rank {shown}: pid {pid} {process}, {}", doing(rank))
+        };
+        let states: Vec<String> = ranks.iter().map(state).collect();
+        let ranks: Vec<Rank> = ranks.iter().map(|&rank| self.display_rank(rank)).collect();
+        format!("{} ({})", name_ranks(&ranks), states.join("; "))
     }
 
     /// Returns what `rank` is doing in the group, such as "in all_reduce #3".
@@ -196,9 +199,6 @@ impl ControlBlock {
     pub fn late_ranks(&self, missing: &dyn Fn(Rank) -> bool) -> String {
         let late: Vec<Rank> =
             self.ranks().filter(|&rank| rank != self.rank && missing(rank)).collect();
-        let state = |&rank: &Rank| format!("{}, {}", self.process_state(rank), self.activity(rank));
-        let states: Vec<String> = late.iter().map(state).collect();
-        let late: Vec<Rank> = late.into_iter().map(|rank| self.display_rank(rank)).collect();
-        format!("{} ({})", name_ranks(&late), states.join("; "))
+        self.states_of(&late, |rank| self.activity(rank))
     }
 }

@@ -184,7 +184,8 @@ impl MessageTable {
                 (pending.about_internode(control), format!("{}, {state}", wire.name))
             }
             Some(peer) => {
-                (near(), state_of(control, peer.ring().map_or(control.rank(), |ring| ring.peer)))
+                let peer = peer.ring().map_or(control.rank(), |ring| ring.peer);
+                (near(), control.states_of(&[peer], |rank| control.activity(rank)))
             }
             None if self.reaches => {
                 let blind = self.blind.as_ref().map_or_else(String::new, |error| {
@@ -240,11 +241,6 @@ impl MessageTable {
         }
         self.peers.iter_mut().filter_map(Peer::ring_mut).for_each(RingLink::release_span);
     }
-}
-
-fn state_of(control: &ControlBlock, peer: Rank) -> String {
-    let state = crate::sys::process::state(control.pid(peer)).unwrap_or("exited");
-    format!("{} ({state}, {})", control.describe(peer), control.activity(peer))
 }
 
 impl FailureListener for Messages {

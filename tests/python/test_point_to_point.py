@@ -109,7 +109,7 @@ def never_asked_for(rank: int, world: int) -> int:
         # The sender times out first.
         reported = (
             r"rank 1 \(pid \d+\) reached its timeout after .* in send\(65536 bytes, tag \d+\) .*, "
-            r"waiting for rank 0 \(pid"
+            r"waiting for rank 0 \(rank 0: pid \d+ alive, "
         )
         with pytest.raises(torch_symm.SymmTimeoutError, match=reported):
             if rank == 0:

@@ -8,7 +8,7 @@ use crate::control::ControlBlock;
 use crate::error::{Error, Result};
 use crate::lock::{lock, unpoisoned};
 use crate::mem::pinned::PinnedWords;
-use crate::rank::{Rank, name_ranks};
+use crate::rank::Rank;
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, RwLock, RwLockReadGuard};
@@ -105,20 +105,12 @@ impl KernelReport {
                 "a call recorded into a graph".into()
             }
         });
-        let doing = |rank: &Rank| {
-            format!(
-                "{}, {}",
-                self.control.process_state(*rank),
-                launch_log::progress(&self.control, *rank)
-            )
-        };
-        let states: Vec<String> = missing.iter().map(doing).collect();
+        let doing = |rank| launch_log::progress(&self.control, rank);
         let text = format!(
             "{me} reached its timeout after {seconds:.1} s in {about}, CUDA collective #{number} \
-             of group \"{}\", waiting for {} ({})",
+             of group \"{}\", waiting for {}",
             self.control.name(),
-            name_ranks(&missing),
-            states.join("; ")
+            self.control.states_of(&missing, doing)
         );
         Some(self.control.fail(Error::timeout(text)))
     }
