@@ -23,6 +23,10 @@ pub(super) const RECORD_POLL_MAX: Duration = Duration::from_secs(8);
 /// ended.
 pub(super) const STALE_RECORD_POLL: Duration = Duration::from_millis(10);
 
+/// How long a rank that sees records that differ waits for the other records, so that its error
+/// names all ranks that differ.
+const DIFFERENCE_GRACE: Duration = Duration::from_millis(500);
+
 /// A failure that a rank recorded before this call counts if the rank has not replaced it within
 /// this time.
 const RECORD_RETRY_WINDOW: Duration = Duration::from_secs(1);
@@ -55,6 +59,7 @@ pub(super) fn gather(attempt: &Attempt<'_>, claim: &RankClaim<'_>) -> Result<Gat
     let mut look = RECORD_POLL_MIN;
     let mut seen = HashSet::new();
     let mut came = HashSet::new();
+    let mut differing = None;
     loop {
         let ended = || {
             (0..attempt.spec.size)
@@ -77,7 +82,19 @@ pub(super) fn gather(attempt: &Attempt<'_>, claim: &RankClaim<'_>) -> Result<Gat
             })
             .collect();
         seen.extend(live.iter().map(|record| record.nonce));
-        agree(attempt.spec.group, &live)?;
+        let agreed = agree(attempt.spec.group, &live).map_err(|error| Error {
+            message: error.message + &absence(live.len(), keys.len()),
+            ..error
+        });
+        match (agreed, differing.take()) {
+            (Ok(()), None) => {}
+            (Err(error), None) if !complete && !expired => {
+                (differing, look) = (Some(error), DIFFERENCE_GRACE);
+                continue;
+            }
+            // A rank whose record differed may have given up meanwhile.
+            (Err(error), _) | (Ok(()), Some(error)) => return Err(error),
+        }
         if live.len() == keys.len() {
             if live.iter().any(|record| record.node != attempt.node) {
                 return Ok(Gathered::MultiNode(
@@ -147,6 +164,15 @@ pub(super) fn read(
         standings[rank.index()] = Some(judge(attempt, claim, JoinRecord::decode(rank, &value)?)?);
     }
     Ok(standings)
+}
+
+/// Returns the end of an error that names some of the `live` ranks of a group of `size`.
+fn absence(live: usize, size: usize) -> String {
+    let absent = size.saturating_sub(live);
+    if absent == 0 {
+        return String::new();
+    }
+    format!("; {absent} of {size} ranks had not joined by then")
 }
 
 /// Returns the failure that `process` has recorded under the key of `rank`, if any.

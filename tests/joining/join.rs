@@ -220,14 +220,28 @@ fn disagreeing_ranks_all_raise_the_same() {
     let store = MemoryStore::new();
     let started = Instant::now();
     // The tests of `src/bootstrap/record.rs` have the other disagreements.
-    let outcomes = threads(0..3, |rank| {
+    let doctored = |rank, size| {
         let doctored = Doctored { inner: &store, from: "\"protocol\":3", to: "\"protocol\":77" };
-        let store: &dyn Store = if rank == 2 { &doctored } else { &store };
-        join(store, &spec("g", rank, 3, LONG))
+        let store: &dyn Store = if rank >= 2 { &doctored } else { &store };
+        join(store, &spec(&format!("{size} ranks"), rank, size, LONG))
+    };
+    let outcomes = threads(0..4, |rank| {
+        // The others have read the records of three ranks before rank 3 joins.
+        thread::sleep(Duration::from_millis(if rank == 3 { 250 } else { 0 }));
+        doctored(rank, 4)
     });
     assert!(started.elapsed() < SOON);
     for outcome in &outcomes {
-        refused(outcome, ErrorKind::Config, "ranks 0 and 2 run different versions of torch-symm");
+        refused(
+            outcome,
+            ErrorKind::Config,
+            "ranks 0, 2 and 3 run different versions of torch-symm",
+        );
+        assert!(!error(outcome).message.contains("had not joined"), "{outcome:?}");
+    }
+    for outcome in threads(0..3, |rank| doctored(rank, 5)) {
+        refused(&outcome, ErrorKind::Config, "ranks 0 and 2 run different versions of torch-symm");
+        assert!(error(&outcome).message.ends_with("; 2 of 5 ranks had not joined by then"));
     }
     let store = MemoryStore::new();
     let started = Instant::now();
