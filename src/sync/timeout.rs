@@ -80,4 +80,15 @@ mod tests {
             CallTimeout::from(Instant::now() - Duration::from_secs(11), Duration::from_secs(10));
         assert_eq!(limit.remaining(), None);
     }
+
+    #[test]
+    fn a_clock_that_was_started_counts_the_time_before_the_first_query() {
+        let limit = CallTimeout::from_first_wait(Duration::from_secs(10));
+        limit.start();
+        let started = Instant::now();
+        std::thread::sleep(Duration::from_millis(1));
+        let waited = started.elapsed();
+        limit.start();
+        assert!(limit.elapsed() >= waited);
+    }
 }

@@ -89,6 +89,22 @@ mod tests {
     use std::sync::atomic::AtomicU64;
 
     #[test]
+    fn equal_jobs_have_different_words_and_are_complete_once_finished() {
+        let pieces = WorkItems::<AtomicU64>::default();
+        let offered = [0, 1, 2].map(|_| {
+            pieces.offer(7, 1);
+            let word = pieces.claims.load(Ordering::Relaxed);
+            assert_eq!((pieces.claim(), pieces.claim()), (Some((7, 0)), None));
+            assert!(!pieces.is_complete(1));
+            pieces.finish();
+            assert!(pieces.is_complete(1));
+            word >> JOB_BITS
+        });
+        // A thread that read the word of an earlier job cannot claim a piece of a later one.
+        assert_eq!(offered, [1, 2, 3]);
+    }
+
+    #[test]
     fn every_piece_is_claimed_once_and_by_its_own_job() {
         const JOBS: u64 = 2000;
         let pieces = WorkItems::<AtomicU64>::default();

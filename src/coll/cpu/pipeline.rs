@@ -70,11 +70,12 @@ pub fn run(
         }
         if t > 0 {
             clock.wait_for(stage)?;
+            let previous = stage - 1;
             if t - 1 < count {
-                chunks.consume(t - 1, input(stage - 1), result(stage));
+                chunks.consume(t - 1, input(previous), result(stage));
             }
             if t > 1 && phases == ResultSharing::Two {
-                chunks.finish(t - 2, result(stage - 1));
+                chunks.finish(t - 2, result(previous));
             }
         }
         // A peer is at most one stage ahead, so it can have finished the call only while this rank
@@ -216,8 +217,12 @@ mod tests {
             let all: Vec<u64> = (0..count).collect();
             assert_eq!((of("reduce"), of("fetch"), clock.0), (all.clone(), all, 7 + count));
         }
-        let outcome = run_in_place(&mut Alone(0, 0), LOOK_EVERY, &mut Order::default());
-        assert!(outcome.is_err(), "what never waits looks at the group");
+        // The check fails at once, but the call makes it only after a number of chunks.
+        for (count, passes) in [(LOOK_EVERY - 1, true), (LOOK_EVERY, false)] {
+            let mut clock = Alone(0, 0);
+            let outcome = run_in_place(&mut clock, count, &mut Order::default());
+            assert_eq!((outcome.is_ok(), clock.0), (passes, LOOK_EVERY - 1), "{count} chunks");
+        }
     }
 
     #[test]
