@@ -16,7 +16,7 @@ from expected import FLOATS, assert_same, assert_same_bits, name, seeded
 #: Number of elements above which values are made with fewer steps.
 MANY = 100_000
 #: The factor of each rank for PREMUL_SUM.
-FACTORS = (0.5, 1 / 3, -7.0, 1e-3, 2.0, -0.25, 3.0, 1.5)
+FACTORS = (0.5, 1 / 3, -7.0, 1e-3, 2.0, -0.25, 3.0, 1.5) * 8
 CPU = torch.device("cpu")
 
 Look = Callable[[torch.Tensor], torch.Tensor]
@@ -45,9 +45,9 @@ def rotated(flat: torch.Tensor, taker: int) -> torch.Tensor:
 
 
 @cache
-def reduced(reference: Reference, op: str, dtype: torch.dtype, count: int, world: int) -> torch.Tensor:
+def reduced(reference: Reference, op: str, dtype: torch.dtype, count: int, seed: int, world: int) -> torch.Tensor:
     """The reduction of the inputs of all ranks. Callers must not change it."""
-    return reference(op, [values(dtype, count, 7 + rank) for rank in range(world)], FACTORS[:world])
+    return reference(op, [values(dtype, count, seed + rank) for rank in range(world)], FACTORS[:world])
 
 
 @cache
@@ -65,9 +65,11 @@ def long_sum(reference: Reference, op: str, dtype: torch.dtype, count: int, worl
 @contextmanager
 def shared() -> Iterator[None]:
     """Within this context, forked ranks inherit the values above; at its end the values are dropped."""
-    yield
-    for made in (values, wide, reduced, long_inputs, long_sum):
-        made.cache_clear()
+    try:
+        yield
+    finally:
+        for made in (values, wide, reduced, long_inputs, long_sum):
+            made.cache_clear()
 
 
 #: For a number of elements, the size of the memory in elements; and the tensor in that memory. See also `holds`.
@@ -131,7 +133,8 @@ class Misaligned:
 class Case:
     """One call on one rank; ``same`` compares.
 
-    ``op``: the reduction, if the call reduces. ``empty`` and ``empty_result``: make the memory of tensors.
+    ``op``: the reduction, if the call reduces. ``seed``: the seed of rank 0's values, with the next one for each rank.
+    ``empty`` and ``empty_result``: make the memory of tensors.
     """
 
     rank: int
@@ -145,6 +148,7 @@ class Case:
     device: torch.device = CPU
     group: dist.ProcessGroup | None = None
     root: int = -1
+    seed: int = 7
     empty: Callable[..., torch.Tensor] = torch.empty
     empty_result: Callable[..., torch.Tensor] | None = None
 
@@ -165,13 +169,13 @@ class Case:
 
     def given(self, rank: int | None = None, count: int | None = None) -> torch.Tensor:
         """The input of a rank, with ``count`` elements."""
-        return values(self.dtype, self.count if count is None else count, 7 + (self.rank if rank is None else rank))
+        seed = self.seed + (self.rank if rank is None else rank)
+        return values(self.dtype, self.count if count is None else count, seed)
 
     def wide(self, rank: int | None = None, count: int | None = None) -> torch.Tensor:
         """The input of a rank that has ``count`` elements for each rank."""
-        return wide(
-            self.dtype, self.count if count is None else count, 7 + (self.rank if rank is None else rank), self.world
-        )
+        seed = self.seed + (self.rank if rank is None else rank)
+        return wide(self.dtype, self.count if count is None else count, seed, self.world)
 
     def parts(self, taker: int, count: int | None = None) -> list[torch.Tensor]:
         """The inputs of every rank for ``taker``."""
@@ -184,7 +188,8 @@ class Case:
 
     def total(self, count: int | None = None) -> torch.Tensor:
         """The reduction of all ranks' inputs."""
-        return reduced(self.reference, self.op, self.dtype, self.count if count is None else count, self.world)
+        count = self.count if count is None else count
+        return reduced(self.reference, self.op, self.dtype, count, self.seed, self.world)
 
     def total_of(self, taker: int, count: int | None = None) -> torch.Tensor:
         """The reduction of all ranks' inputs for ``taker``."""
@@ -211,7 +216,11 @@ class Case:
         work = function(*args, async_op=self.asynchronous, group=self.group, **options)
         if self.asynchronous:
             assert work is not None, "async_op=True gave no work"
-            work.wait()
+            self.finish(work)
+
+    def finish(self, work: dist.Work) -> None:
+        """Waits for an asynchronous call."""
+        work.wait()
 
     def same(self, placed: Placed | Misaligned, wanted: torch.Tensor) -> None:
         """Fails unless the tensors are equal bit by bit."""

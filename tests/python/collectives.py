@@ -29,13 +29,13 @@ def all_reduce(c: Case) -> None:
 
 def reduce(c: Case) -> None:
     tensor = c.place(c.given())
-    c.call(dist.reduce, tensor.view, c.root, op=c.redop)
+    c.call(dist.reduce, tensor.view, group_dst=c.root, op=c.redop)
     c.same(tensor, c.total() if c.rank == c.root else c.given())
 
 
 def broadcast(c: Case) -> None:
     tensor = c.place(c.given())
-    c.call(dist.broadcast, tensor.view, c.root)
+    c.call(dist.broadcast, tensor.view, group_src=c.root)
     c.same(tensor, c.given(c.root))
 
 
@@ -49,7 +49,11 @@ def all_gather(c: Case) -> None:
 
 def all_gather_uneven(c: Case) -> None:
     """Lengths that grow by one element from rank to rank, except that rank 1 has none."""
-    counts = [0 if rank == 1 else c.count + rank for rank in range(c.world)]
+    all_gather_split(c, [0 if rank == 1 else c.count + rank for rank in range(c.world)])
+
+
+def all_gather_split(c: Case, counts: list[int]) -> None:
+    """``counts[rank]`` elements from each rank."""
     outputs, tensor = [c.blank(count) for count in counts], c.place(c.given(count=counts[c.rank]))
     c.call(dist.all_gather, views(outputs), tensor.view)
     for rank, output in enumerate(outputs):
@@ -80,7 +84,7 @@ def all_gather_list_in_place(c: Case) -> None:
 
 def gather(c: Case) -> None:
     outputs = [c.blank() for _ in range(c.world)] if c.rank == c.root else []
-    c.call(dist.gather, c.place(c.given()).view, views(outputs) if c.rank == c.root else None, c.root)
+    c.call(dist.gather, c.place(c.given()).view, views(outputs) if c.rank == c.root else None, group_dst=c.root)
     for rank, output in enumerate(outputs):
         c.same(output, c.given(rank))
 
@@ -88,7 +92,7 @@ def gather(c: Case) -> None:
 def scatter(c: Case) -> None:
     output = c.blank()
     parts = [c.place(part).view for part in c.wide().view(c.world, c.count)] if c.rank == c.root else None
-    c.call(dist.scatter, output.view, parts, c.root)
+    c.call(dist.scatter, output.view, parts, group_src=c.root)
     c.same(output, c.parts(c.rank)[c.root])
 
 
@@ -100,7 +104,11 @@ def reduce_scatter(c: Case) -> None:
 
 def reduce_scatter_uneven(c: Case) -> None:
     """Lengths that differ between ranks; one rank has none."""
-    counts = [0 if rank == c.count % 3 else c.count + rank for rank in range(c.world)]
+    reduce_scatter_split(c, [0 if rank == c.count % 3 else c.count + rank for rank in range(c.world)])
+
+
+def reduce_scatter_split(c: Case, counts: list[int]) -> None:
+    """``counts[rank]`` elements for each rank."""
     inputs = [c.place(c.wide(count=count)[rank * count : (rank + 1) * count]) for rank, count in enumerate(counts)]
     output = c.blank(counts[c.rank])
     c.call(dist.reduce_scatter, output.view, views(inputs), op=c.redop)
@@ -170,7 +178,11 @@ def all_to_all_split(c: Case, splits: list[list[int]]) -> None:
 
 def all_to_all_list_uneven(c: Case) -> None:
     """Splits that differ between pairs of ranks; some are 0."""
-    splits = [[((a + 2 * b) % 3) * c.count + b % 2 for b in range(c.world)] for a in range(c.world)]
+    all_to_all_list_split(c, [[((a + 2 * b) % 3) * c.count + b % 2 for b in range(c.world)] for a in range(c.world)])
+
+
+def all_to_all_list_split(c: Case, splits: list[list[int]]) -> None:
+    """As ``all_to_all_split``, with a tensor for each rank."""
     sent = c.given(count=sum(splits[c.rank])).split(splits[c.rank])
     outputs = [c.blank(splits[giver][c.rank]) for giver in range(c.world)]
     c.call(dist.all_to_all, views(outputs), [c.place(piece).view for piece in sent])
@@ -197,7 +209,7 @@ def coalesced(c: Case) -> None:
         with dist._coalescing_manager(c.group, device=device, async_ops=c.asynchronous) as manager:
             body()
         if c.asynchronous:
-            manager.wait()
+            c.finish(manager)
     for more, tensor in enumerate(tensors):
         c.same(tensor, c.total(c.count + more))
     for output, half in zip(outputs, halves, strict=True):

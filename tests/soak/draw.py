@@ -28,7 +28,7 @@ COLLECTIVES = (
 )
 MESSAGES = ("messages", "batch")
 REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "coalesced")
-LAYOUTS = ("plain", "plain", "strided", "transposed", "offset")
+LAYOUTS = ("contiguous", "contiguous", "strided", "transposed", "offset")
 STORES = ("file", "url", "torch", "socket")
 
 #: The faults, their weights, and the phase in which the supervisor sends the signal; "" if the victim acts itself.
