@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch_symm.launch.ranks import Forked
 
 from . import resource_leaks
 from .case import RIGHT, WRONG, Case, Outcome, Promise, Saw, add
@@ -289,57 +291,45 @@ add(
 )
 
 
-def as_programs_end() -> None:
-    """Ends a process as the interpreter does after ``sys.exit``, with its teardown and the exit functions of C."""
-    ctypes.pythonapi.Py_Exit(0)
-
-
-def used(writer: int) -> None:
+def used() -> None:
+    """Exits with 1 if the group can be used."""
     try:
         dist.all_reduce(torch.ones(4))
-    except Exception as error:
-        os.write(writer, type(error).__name__.encode())
-    os._exit(0)
+    except Exception:
+        os._exit(0)
+    os._exit(1)
 
 
-def child_of(end: Callable[[], None]) -> float:
-    """Seconds until a forked child of this rank has ended; a child that hangs is killed after 4 s."""
-    begun = time.monotonic()
-    pid = os.fork()
-    if pid == 0:
+def child_of(end: Callable[[], object]) -> tuple[float, int]:
+    """Seconds until a forked child of this rank has ended, and its exit code; it is killed after 4 s."""
+
+    def main() -> None:
         end()
-        as_programs_end()
-    while os.waitpid(pid, os.WNOHANG)[0] == 0:
-        if time.monotonic() > begun + 4:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            break
-        time.sleep(0.002)
-    return time.monotonic() - begun
+        # Ends as the interpreter does after sys.exit: with its garbage, its teardown and the exit functions of C.
+        gc.unfreeze()
+        ctypes.pythonapi.Py_Exit(0)
+
+    begun, child = time.monotonic(), Forked()
+    pid = child.fork(main)
+    child.wait(4)
+    child.end()
+    return time.monotonic() - begun, child.status.get(pid, -1)
 
 
 def forked(stage: Stage, rank: int) -> Saw:
     """Forked children of rank 0 exit, destroy the group or use it; the group stays usable on all ranks."""
-    figures = {"child_bare_s": child_of(lambda: None)} if rank == 0 else {}
+    figures = {"child_bare_s": child_of(lambda: None)[0]} if rank == 0 else {}
     stage.join(rank)
     dist.all_reduce(torch.ones(4))
-    reader, writer = os.pipe()
     right = True
-    for name, end in (
-        ("sys_exit", lambda: None),
-        ("destroy", dist.destroy_process_group),
-        ("use", lambda: used(writer)),
-    ):
+    for name, end in (("sys_exit", lambda: None), ("destroy", dist.destroy_process_group), ("use", used)):
         if rank == 0:
-            figures[f"child_{name}_s"] = child_of(end)
+            figures[f"child_{name}_s"], code = child_of(end)
         dist.all_reduce(tensor := torch.ones(4))
         right &= tensor.tolist() == [stage.world] * 4
-    os.close(writer)
-    raised = os.read(reader, 100)
-    os.close(reader)
     if rank == 0:
         slower = max(figures["child_sys_exit_s"], figures["child_destroy_s"])
-        figures |= {"child_more_than_bare_s": slower - figures["child_bare_s"], "use_unrefused": float(not raised)}
+        figures |= {"child_more_than_bare_s": slower - figures["child_bare_s"], "use_unrefused": float(code != 0)}
     return Saw(RIGHT if right else WRONG, figures=figures)
 
 
