@@ -4,72 +4,42 @@ from __future__ import annotations
 
 from typing import Any
 
+import norm_reference
 import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from norm_reference import numbers, reference, same_bits, to_dynamic_fp8, to_fp8
+from norm_reference import DTYPES, EPS, every_form, ops, same_bits
 from pool import WORLDS, Pool, device, needs_gpus, needs_ranks, settle
 from test_cuda_errors import failure_of
 
 pytestmark = needs_ranks
 
-EPS = 1e-5
 #: Seconds within which a failure must appear.
 LIMIT_S = 15
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Shapes for every plan: a single kernel with one row, with several, and with several for each block; and an all-reduce
 #: followed by a kernel for the rows.
 SHAPES = ((1, 1024), (1, 8192), (3, 4104), (7, 16384), (64, 1024), (65, 4096), (200, 1032), (333, 8192))
-
-ops: Any = torch.ops.symm
 
 
 def name() -> str:
     return dist.group.WORLD.group_name
 
 
-class Rows:
-    """Inputs of all ranks, a residual and a weight, made from a seed on the CPU, as are the expected rows."""
-
-    def __init__(self, rank: int, world: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> None:
-        self.about = (shape, dtype, seed)
-        self.all = [numbers(1000 * seed + other, *shape, dtype=dtype) for other in range(world)]
-        self.cpu_residual = numbers(1000 * seed + 100, *shape, dtype=dtype)
-        self.cpu_weight = numbers(1000 * seed + 101, shape[-1], dtype=dtype)
-        self.own = self.all[rank].to(device(), copy=True)
-        self.residual, self.weight = (each.to(device(), copy=True) for each in (self.cpu_residual, self.cpu_weight))
-
-    def wanted(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return reference(self.all, self.cpu_residual, self.cpu_weight, EPS)
-
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.own, self.residual, self.weight
-
-    def check(self, got: tuple[torch.Tensor, ...]) -> None:
-        for place, (tensor, wanted) in enumerate(zip(got, self.wanted(), strict=True)):
-            assert same_bits(tensor.cpu(), wanted), (*self.about, place)
+def rows_of(
+    rank: int, world: int, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, seed: int = 0
+) -> norm_reference.Rows:
+    return norm_reference.Rows(rank, world, shape, dtype, seed, device())
 
 
 def forms(rank: int, world: int, dtype: torch.dtype) -> None:
-    scale = torch.tensor([0.02], device=device())
     for seed, shape in enumerate(SHAPES):
-        rows = Rows(rank, world, shape, dtype, seed)
-        wanted, added = rows.wanted()
-        rows.check(ops.all_reduce_add_rms_norm(*rows.tensors(), EPS, name()))
-        quantized, total = ops.all_reduce_add_rms_norm_fp8(*rows.tensors(), EPS, scale, name())
-        assert same_bits(quantized.cpu(), to_fp8(wanted, scale.cpu())) and same_bits(total.cpu(), added), rows.about
-        quantized, total, scales = ops.all_reduce_add_rms_norm_dynamic_fp8(*rows.tensors(), EPS, name())
-        codes, wanted_scales = to_dynamic_fp8(wanted)
-        assert same_bits(quantized.cpu(), codes) and same_bits(scales.cpu(), wanted_scales), rows.about
-        assert same_bits(total.cpu(), added), rows.about
-        normed, kept = rows.own.clone(), rows.residual.clone()
-        ops.all_reduce_add_rms_norm_(normed, kept, rows.weight, EPS, name())
-        rows.check((normed, kept))
+        rows = rows_of(rank, world, shape, dtype, seed)
+        every_form(rows, name())
         # The separate steps give the same bits.
         summed = rows.own.clone()
         dist.all_reduce(summed)
-        assert same_bits(kept, summed + rows.residual), rows.about
+        assert same_bits((summed + rows.residual).cpu(), rows.wanted()[1]), rows.about
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -79,15 +49,11 @@ def test_bits_are_those_of_separate_steps(pool: Pool, world: int, dtype: torch.d
 
 
 def batches(rank: int, world: int) -> None:
-    rows = Rows(rank, world, (64, 4096), torch.bfloat16)
-    first, added = (tensor[0] for tensor in rows.wanted())
-    for batch in range(1, 65):
-        normed, total = ops.all_reduce_add_rms_norm(rows.own[:batch], rows.residual[:batch], rows.weight, EPS, name())
-        assert same_bits(normed[0].cpu(), first) and same_bits(total[0].cpu(), added), batch
+    norm_reference.batches(rank, world, name(), 4096, torch.bfloat16, device())
 
 
 def layouts(rank: int, world: int) -> None:
-    rows = Rows(rank, world, (6, 64), torch.bfloat16)
+    rows = rows_of(rank, world, (6, 64))
     wide = torch.zeros(6, 128, dtype=torch.bfloat16, device=device())
     wide[:, ::2] = rows.own
     rows.check(ops.all_reduce_add_rms_norm(wide[:, ::2], rows.residual.t().contiguous().t(), rows.weight, EPS, name()))
@@ -111,10 +77,10 @@ def test_batches_and_layouts(pool: Pool, body: Any) -> None:
 def graphs(rank: int, world: int) -> None:
     """Several layers in a graph, replayed with other values and with eager calls of another size in between."""
     for dtype, shape in ((torch.bfloat16, (1, 8192)), (torch.bfloat16, (5, 4096)), (torch.float32, (300, 2048))):
-        rows = Rows(rank, world, shape, dtype)
-        beside = Rows(rank, world, (2, 1024), torch.float16)
+        rows = rows_of(rank, world, shape, dtype)
+        beside = rows_of(rank, world, (2, 1024), torch.float16)
 
-        def run(rows: Rows = rows) -> list[tuple[torch.Tensor, ...]]:
+        def run(rows: norm_reference.Rows = rows) -> list[tuple[torch.Tensor, ...]]:
             return [ops.all_reduce_add_rms_norm(*rows.tensors(), EPS, name()) for _ in range(5)]
 
         run()
@@ -124,7 +90,7 @@ def graphs(rank: int, world: int) -> None:
             results = run()
         for seed in range(40):
             if seed % 10 == 0:
-                new = Rows(rank, world, shape, dtype, seed)
+                new = rows_of(rank, world, shape, dtype, seed)
                 for old, other in zip(rows.tensors(), new.tensors(), strict=True):
                     old.copy_(other)
             graph.replay()
@@ -137,7 +103,7 @@ def graphs(rank: int, world: int) -> None:
 
 def streams(rank: int, world: int) -> None:
     """Calls of every kind on two streams, without a wait in between, with one rank behind at times."""
-    rows = [Rows(rank, world, (1 + seed, 2048), torch.bfloat16, seed) for seed in range(6)]
+    rows = [rows_of(rank, world, (1 + seed, 2048), torch.bfloat16, seed) for seed in range(6)]
     side = torch.cuda.Stream()
     settle()
     results = []

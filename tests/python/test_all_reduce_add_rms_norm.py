@@ -6,64 +6,28 @@ import itertools
 import os
 import signal
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from norm_reference import numbers, reference, same_bits, to_dynamic_fp8, to_fp8
+from norm_reference import DTYPES, EPS, Rows, batches, every_form, ops, same_bits
 from ranks import run_ranks
 
-EPS = 1e-5
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Shapes of inline calls, one-shot calls of one chunk and of several, and, with more than two ranks, two-shot calls.
 SHAPES = ((1, 8), (1, 1024), (1, 4096), (3, 1032), (5, 8192), (2, 16384), (97, 1024))
-
-ops: Any = torch.ops.symm
-
-
-class Rows:
-    """Inputs of all ranks, a residual and a weight, made from a seed."""
-
-    def __init__(self, world: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> None:
-        self.inputs = [numbers(1000 * seed + rank, *shape, dtype=dtype) for rank in range(world)]
-        self.residual = numbers(1000 * seed + 100, *shape, dtype=dtype)
-        self.weight = numbers(1000 * seed + 101, shape[-1], dtype=dtype)
-
-    def wanted(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return reference(self.inputs, self.residual, self.weight, EPS)
-
-
-def every_form(rank: int, rows: Rows, group: str) -> None:
-    own, residual, weight = rows.inputs[rank], rows.residual, rows.weight
-    wanted, added = rows.wanted()
-    about = (tuple(own.shape), own.dtype)
-    kept = own.clone(), residual.clone(), weight.clone()
-    scale = torch.tensor([0.02])
-    normed, total = ops.all_reduce_add_rms_norm(own, residual, weight, EPS, group)
-    assert same_bits(normed, wanted) and same_bits(total, added), about
-    normed, total = ops.all_reduce_add_rms_norm_fp8(own, residual, weight, EPS, scale, group)
-    assert same_bits(normed, to_fp8(wanted, scale)) and same_bits(total, added), about
-    normed, total, scales = ops.all_reduce_add_rms_norm_dynamic_fp8(own, residual, weight, EPS, group)
-    wanted_fp8, wanted_scales = to_dynamic_fp8(wanted)
-    assert same_bits(normed, wanted_fp8) and same_bits(scales, wanted_scales) and same_bits(total, added), about
-    assert all(same_bits(*pair) for pair in zip((own, residual, weight), kept, strict=True)), about
-    normed, total = own.clone(), residual.clone()
-    assert ops.all_reduce_add_rms_norm_(normed, total, weight, EPS, group) is None
-    assert same_bits(normed, wanted) and same_bits(total, added), about
 
 
 @pytest.mark.ranks([1, 2, 3, 8])
 def test_bits_are_those_of_separate_steps(rank: int, world_size: int) -> None:
     name = dist.group.WORLD.group_name
     for dtype, (seed, shape) in itertools.product(DTYPES, enumerate(SHAPES)):
-        every_form(rank, Rows(world_size, shape, dtype, seed), name)
+        every_form(Rows(rank, world_size, shape, dtype, seed), name)
     # The separate steps give the same bits.
-    rows = Rows(world_size, (3, 2048), torch.bfloat16)
-    summed = rows.inputs[rank].clone()
+    rows = Rows(rank, world_size, (3, 2048), torch.bfloat16)
+    summed = rows.own.clone()
     dist.all_reduce(summed)
-    normed, total = ops.all_reduce_add_rms_norm(rows.inputs[rank], rows.residual, rows.weight, EPS, name)
+    normed, total = ops.all_reduce_add_rms_norm(*rows.tensors(), EPS, name)
     assert same_bits(total, summed + rows.residual) and same_bits(normed, rows.wanted()[0])
     # torch's own norm adds the squares in another order.
     assert torch.allclose(normed, torch.nn.functional.rms_norm(total, (2048,), rows.weight, EPS), rtol=0.01)
@@ -72,21 +36,16 @@ def test_bits_are_those_of_separate_steps(rank: int, world_size: int) -> None:
 @pytest.mark.ranks([2, 3])
 def test_a_row_has_the_same_bits_in_every_batch(rank: int, world_size: int) -> None:
     for dtype in (torch.bfloat16, torch.float32):
-        rows = Rows(world_size, (64, 1024), dtype)
-        first, added = (tensor[0] for tensor in rows.wanted())
-        for batch in range(1, 65):
-            own, residual = rows.inputs[rank][:batch], rows.residual[:batch]
-            normed, total = ops.all_reduce_add_rms_norm(own, residual, rows.weight, EPS, dist.group.WORLD.group_name)
-            assert same_bits(normed[0], first) and same_bits(total[0], added), (batch, dtype)
+        batches(rank, world_size, dist.group.WORLD.group_name, 1024, dtype)
 
 
 @pytest.mark.ranks(2)
 def test_strides_dimensions_and_no_rows(rank: int, world_size: int) -> None:
     name = dist.group.WORLD.group_name
-    rows = Rows(world_size, (6, 64), torch.float32)
+    rows = Rows(rank, world_size, (6, 64), torch.float32)
     wanted, added = rows.wanted()
     wide = torch.zeros(6, 128)
-    wide[:, ::2] = rows.inputs[rank]
+    wide[:, ::2] = rows.own
     strided = rows.residual.t().contiguous().t()
     normed, total = ops.all_reduce_add_rms_norm(wide[:, ::2], strided, rows.weight, EPS, name)
     assert same_bits(normed, wanted) and same_bits(total, added)
@@ -96,7 +55,7 @@ def test_strides_dimensions_and_no_rows(rank: int, world_size: int) -> None:
     ops.all_reduce_add_rms_norm_(wide[:, ::2], residual[:, :64], rows.weight, EPS, name)
     assert same_bits(wide[:, ::2], wanted) and same_bits(residual[:, :64], added)
     assert not wide[:, 1::2].any() and not residual[:, 64:].any()
-    own, residual = (tensor.view(2, 3, 64) for tensor in (rows.inputs[rank], rows.residual))
+    own, residual = (tensor.view(2, 3, 64) for tensor in (rows.own, rows.residual))
     shaped = ops.all_reduce_add_rms_norm_dynamic_fp8(own, residual, rows.weight, EPS, name)
     assert [tuple(tensor.shape) for tensor in shaped] == [(2, 3, 64), (2, 3, 64), (2, 3, 1)]
     assert same_bits(shaped[1].view(6, 64), added)
@@ -104,9 +63,9 @@ def test_strides_dimensions_and_no_rows(rank: int, world_size: int) -> None:
     empty = ops.all_reduce_add_rms_norm_dynamic_fp8(nothing, nothing, rows.weight, EPS, name)
     assert [tuple(tensor.shape) for tensor in empty] == [(0, 64), (0, 64), (0, 1)]
     # The input is also the residual, whose value before the call counts.
-    own = rows.inputs[rank].clone()
+    own = rows.own.clone()
     _, total = ops.all_reduce_add_rms_norm(own, own, rows.weight, EPS, name)
-    assert same_bits(total, sum(rows.inputs[1:], rows.inputs[0]) + own)
+    assert same_bits(total, sum(rows.all[1:], rows.all[0]) + own)
 
 
 @pytest.mark.ranks(4)
@@ -114,13 +73,13 @@ def test_it_takes_its_place_among_other_calls(rank: int, world_size: int) -> Non
     """Norms in subgroups, after asynchronous calls, and in the trace."""
     pairs = [dist.new_group([first, first + 1]) for first in (0, 2)]
     pair, place = pairs[rank // 2], rank % 2
-    rows = Rows(2, (4, 512), torch.bfloat16, seed=rank // 2)
+    rows = Rows(place, 2, (4, 512), torch.bfloat16, seed=rank // 2)
     pending = torch.ones(100_000)
     work = dist.all_reduce(pending, group=pair, async_op=True)
-    every_form(place, rows, pair.group_name)
+    every_form(rows, pair.group_name)
     work.wait()
     assert bool((pending == 2).all())
-    every_form(rank, Rows(world_size, (4, 512), torch.bfloat16), dist.group.WORLD.group_name)
+    every_form(Rows(rank, world_size, (4, 512), torch.bfloat16), dist.group.WORLD.group_name)
     called = [call for call in torch_symm.trace()["calls"] if call["op"] == "all_reduce_add_rms_norm"]
     assert len(called) == 8 and all(call["state"] == "completed" for call in called)
 
@@ -225,8 +184,7 @@ def test_shapes_on_meta_and_a_whole_graph(rank: int, world_size: int) -> None:
     fast = torch.compile(layer, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         for batch in (2, 3, 5):
-            rows = Rows(world_size, (batch, 64), torch.bfloat16, seed=batch)
-            given = (rows.inputs[rank], rows.residual, rows.weight)
+            given = Rows(rank, world_size, (batch, 64), torch.bfloat16, seed=batch).tensors()
             assert all(same_bits(*pair) for pair in zip(fast(*given), layer(*given), strict=True)), batch
 
 
@@ -234,4 +192,4 @@ def test_shapes_on_meta_and_a_whole_graph(rank: int, world_size: int) -> None:
 def test_a_backend_that_torch_wraps(rank: int, world_size: int) -> None:
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     name = dist.new_group([0, 1]).group_name
-    every_form(rank, Rows(world_size, (5, 1024), torch.bfloat16), name)
+    every_form(Rows(rank, world_size, (5, 1024), torch.bfloat16), name)
