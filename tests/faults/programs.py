@@ -59,6 +59,12 @@ EXITS = {
 work = dist.all_reduce(torch.ones(1 << 20), async_op=True)
 receive = dist.irecv(torch.ones(3), 1 - rank)
 """,
+    "callbacks": """
+for _ in range(50):
+    dist.all_reduce(torch.ones(4), async_op=True).get_future().then(lambda done: done.value())
+""",
+    "a receive of one rank": "dist.barrier()\nif rank == 0: dist.irecv(torch.ones(4), 1)",
+    "a call of one rank": "dist.barrier()\nif rank == 0: dist.all_reduce(torch.ones(4), async_op=True)",
     "one rank earlier": """
 dist.all_reduce(torch.ones(3))
 if rank == 0:

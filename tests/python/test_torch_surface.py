@@ -1,20 +1,14 @@
-"""The contract of torch's own classes for a backend: futures, exceptions of backward passes, splits, ends."""
+"""The contract of torch's own classes for a backend: futures, exceptions of backward passes, splits, aborts."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from faults.programs import PROGRAM
 from ranks import backend_of
 
 WORLD = 3
@@ -103,25 +97,3 @@ def aborted(rank: int) -> None:
 @pytest.mark.parametrize("body", [inputs, futures, backward, split, aborted])
 def test(rank: int, body: Callable[[int], None]) -> None:
     body(rank)
-
-
-#: Last actions of ranks, and the seconds within which they must end; ``tests/faults``, "programs end", has the others.
-ENDINGS = {
-    "for _ in range(50): dist.all_reduce(torch.ones(4), async_op=True).get_future().then(lambda f: f.value())": 2,
-    "if rank == 0: dist.irecv(torch.ones(4), 1)": 2,
-    "if rank == 0: dist.all_reduce(torch.ones(4), async_op=True)": 8,
-}
-
-
-@pytest.mark.timed
-def test_exit_without_destroy_is_silent_and_quick(tmp_path: Path) -> None:
-    endings = json.dumps([f"dist.all_reduce(torch.ones(4), async_op=True).wait()\n{ending}" for ending in ENDINGS])
-    subprocess.run([sys.executable, "-c", PROGRAM, "symm", str(tmp_path), endings], timeout=120, check=True)
-    # If ranks take turns on a core, each one is later in proportion to the number of ranks.
-    patience = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-    for number, (ending, limit) in enumerate(ENDINGS.items()):
-        for own in (f"{number}-0", f"{number}-1"):
-            said, begun = ((tmp_path / f"{name}-{own}").read_text() for name in ("log", "exiting"))
-            ended, code = (tmp_path / f"ended-{own}").read_text().split()
-            assert code == "0" and "terminate" not in said and "Traceback" not in said, f"{ending}: {said}"
-            assert float(ended) - float(begun) < limit * patience, f"{ending}, {own}"
