@@ -6,36 +6,28 @@ order.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 
 import pytest
+import test_invariance
 import torch
 import torch.distributed as dist
-import torch_symm
 from cases import Case
 from collectives import run
-from expected import COMPLEX, assert_same_bits, in_halves, name
-from norm_reference import numbers, reference
+from expected import COMPLEX, assert_same_bits, in_halves
 from pool import WORLDS, Pool, device, needs_ranks, needs_unshared_gpus
 from test_cuda_reduce_ops import on_gpu
-from torch_symm import __main__ as entry
-from torch_symm.tools.check.invariance import COLUMNS, LEAVES, tree, values
+from test_invariance import checked, of_order
+from torch_symm.tools.check.invariance import LEAVES, tree, values
 
 pytestmark = needs_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.int32)
 
 
-def of_tree(world: int) -> dist.ProcessGroup:
-    group = dist.new_group(list(range(world)), pg_options=torch_symm.Options(order="tree"))
-    assert group is not None
-    return group
-
-
 def reductions(rank: int, world: int) -> int:
-    group, reference = of_tree(world), partial(on_gpu, reduce=in_halves)
+    group, reference = of_order("tree"), partial(on_gpu, reduce=in_halves)
     return run(
         (
             form,
@@ -54,23 +46,16 @@ def reductions(rank: int, world: int) -> int:
 def with_leaves(rank: int, world: int) -> None:
     if LEAVES % world:
         return
-    group, leaves, each = of_tree(world), values(torch.float32, LEAVES), LEAVES // world
+    group, leaves, each = of_order("tree"), values(torch.float32, LEAVES), LEAVES // world
     own = tree(leaves[rank * each : (rank + 1) * each]).to(device())
     dist.all_reduce(own, group=group)
     assert_same_bits(own.cpu(), tree(leaves), f"{world} ranks")
 
 
 def normed(rank: int, world: int) -> None:
-    group, ops = of_tree(world), torch.ops.symm
     # Shapes for a single kernel, and for an all-reduce followed by a kernel for the rows.
-    for shape in ((1, 1024), (7, 4096), (333, 8192)):
-        inputs = [numbers(other, *shape, dtype=torch.bfloat16) for other in range(world)]
-        residual, weight = (numbers(100 + i, *size, dtype=torch.bfloat16) for i, size in enumerate((shape, shape[1:])))
-        given = [each.to(device()) for each in (inputs[rank], residual, weight)]
-        got = ops.all_reduce_add_rms_norm(*given, 1e-5, group.group_name)
-        wanted = reference([in_halves("SUM", inputs)], residual, weight, 1e-5)
-        for one, other in zip(got, wanted, strict=True):
-            assert_same_bits(one.cpu(), other, str(shape))
+    shapes = ((1, 1024), (7, 4096), (333, 8192))
+    test_invariance.normed(rank, world, of_order("tree"), shapes, device())
 
 
 @pytest.mark.parametrize("body", (reductions, with_leaves, normed))
@@ -81,11 +66,4 @@ def test_trees(pool: Pool, world: int, body: Callable[..., object]) -> None:
 
 @needs_unshared_gpus
 def test_a_check_of_invariance(capsys: pytest.CaptureFixture[str]) -> None:
-    assert entry.main(["check", "--invariance", "--device", "cuda", "--ranks", "2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["ok"] and not found["broken"] and not found["errors"]
-    rows = {(row["side"], row["dtype"]): row["differ"] for row in found["rows"]}
-    assert {side for side, _ in rows} >= {"symm", "symm, tree", "nccl"}
-    for side in ("symm", "symm, tree"):
-        for dtype in (name(torch.float32), name(torch.bfloat16)):
-            assert all(rows[side, dtype][each] == 0 for each in COLUMNS[:-1])
+    assert {side for side, *_ in checked(capsys, "2", "--device", "cuda")} >= {"symm", "symm, tree", "nccl"}

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ import torch_symm
 from cases import Case
 from collectives import run
 from expected import COMPLEX, DTYPES, OPS, assert_same_bits, in_halves, name, reduced, served
-from norm_reference import reference
+from norm_reference import EPS, Rows
 from torch_symm import __main__ as entry
 from torch_symm.tools.check import command, invariance, sides
 from torch_symm.tools.check.invariance import COLUMNS, LEAVES, Row, share, tree, values
@@ -27,16 +30,13 @@ def of_order(order: str) -> dist.ProcessGroup:
     return dist.new_group(list(range(dist.get_world_size())), pg_options=torch_symm.Options(order=order))
 
 
-def normed(world: int, rank: int, group: dist.ProcessGroup) -> None:
-    generator = torch.Generator().manual_seed(7)
-    for rows, hidden in ((1, 64), (3, 1_032), (70, 256)):
-        inputs = torch.randn((world, rows, hidden), generator=generator).bfloat16()
-        residual, weight = (torch.randn(size, generator=generator).bfloat16() for size in ((rows, hidden), (hidden,)))
-        got = torch.ops.symm.all_reduce_add_rms_norm(inputs[rank].clone(), residual, weight, 1e-5, group.group_name)
-        # The same bits as one rank whose input is the sum.
-        wanted = reference([in_halves("SUM", list(inputs))], residual, weight, 1e-5)
-        for one, other in zip(got, wanted, strict=True):
-            assert_same_bits(one, other, f"{rows} x {hidden}")
+def normed(rank: int, world: int, group: dist.ProcessGroup, shapes: Sequence[tuple[int, int]], device: Any) -> None:
+    """A norm has the same bits as one rank whose input is the sum of all inputs."""
+    for shape in shapes:
+        rows = Rows(rank, world, shape, torch.bfloat16, device=device)
+        got = torch.ops.symm.all_reduce_add_rms_norm(*rows.tensors(), EPS, group.group_name)
+        rows.all = [in_halves("SUM", rows.all)]
+        rows.check(got)
 
 
 @pytest.mark.ranks([1, 2, 3, 4, 5, 6, 7, 8])
@@ -48,7 +48,7 @@ def test_trees_combine_halves(rank: int, world_size: int) -> None:
     if world_size == 4:
         long = zip(("SUM", "AVG", "PREMUL_SUM", "PRODUCT"), FLOATING, strict=True)
         cases += [(op, dtype, 300_007) for op, dtype in long]
-        normed(world_size, rank, group)
+        normed(rank, world_size, group, ((1, 64), (3, 1_032), (70, 256)), torch.device("cpu"))
     run(
         (form, Case(rank, world_size, dtype, count, op=op, reference=in_halves, root=world_size - 1, group=group))
         for op, dtype, count in cases
@@ -121,15 +121,25 @@ def test_promises_of_each_side() -> None:
     assert invariance.merged(several) == [Row("symm", 2, "float32", {"runs": 0.25})]
 
 
-def test_a_check_of_invariance(capsys: pytest.CaptureFixture[str]) -> None:
-    assert entry.main(["check", "--invariance", "--ranks", "2,4", "--json"]) == 0
+Shares = dict[tuple[str, int, str], dict[str, float]]
+
+
+def checked(capsys: pytest.CaptureFixture[str], ranks: str, *options: str) -> Shares:
+    """Runs the check; returns the shares that differ, by side, number of ranks and type."""
+    assert entry.main(["check", "--invariance", "--ranks", ranks, "--json", *options]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] and not found["broken"] and not found["errors"]
     rows = {(row["side"], row["ranks"], row["dtype"]): row["differ"] for row in found["rows"]}
     assert all(set(row) == set(COLUMNS) for row in rows.values())
-    for side in ("symm", "symm, tree"):
-        for dtype in map(name, invariance.DTYPES):
-            assert all(rows[side, ranks, dtype][each] == 0 for ranks in (2, 4) for each in COLUMNS[:-1])
+    for side, number, dtype in product(
+        ("symm", "symm, tree"), map(int, ranks.split(",")), map(name, invariance.DTYPES)
+    ):
+        assert all(rows[side, number, dtype][each] == 0 for each in COLUMNS[:-1])
+    return rows
+
+
+def test_a_check_of_invariance(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = checked(capsys, "2,4")
     assert rows["symm, tree", 4, "float32"]["one rank"] == 0 and rows["symm", 4, "float32"]["one rank"] > 0
     # The comparison finds a sum whose order depends on the length.
     assert rows["gloo", 4, "float32"]["lengths"] > 0
