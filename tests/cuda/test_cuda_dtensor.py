@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import DEVICE, WORLDS, Pool, device, needs_gpus, needs_ranks, settle
+from test_dtensor_collectives import cut
 from torch.distributed.device_mesh import DeviceMesh
 
 pytestmark = needs_ranks
@@ -16,11 +17,6 @@ pytestmark = needs_ranks
 
 def mesh_of_all() -> DeviceMesh:
     return DeviceMesh.from_group(dist.group.WORLD, DEVICE)
-
-
-def part(whole: torch.Tensor, parts: int, dim: int, index: int) -> torch.Tensor:
-    found = whole.chunk(parts, dim)
-    return found[index] if index < len(found) else whole.narrow(dim, 0, 0)
 
 
 def moved(rank: int, world: int) -> None:
@@ -33,9 +29,9 @@ def moved(rank: int, world: int) -> None:
             whole = expected.seeded(dtype, shape, 3).to(device())
             last = len(shape) - 1
             for gather_dim, shard_dim in ((0, last), (last, 0)):
-                mine = part(whole, world, gather_dim, rank)
+                mine = cut(whole, world, gather_dim, rank)
                 got = shard_dim_alltoall(mine, gather_dim, shard_dim, mesh, 0, gather_size=shape[gather_dim])
-                wanted = part(whole, world, shard_dim, rank)
+                wanted = cut(whole, world, shard_dim, rank)
                 settle()
                 expected.assert_same_bits(got.cpu(), wanted.cpu(), (dtype, shape, gather_dim))
 
@@ -51,9 +47,9 @@ def differentiated(rank: int, world: int) -> None:
         with CommDebugMode() as counted:
             other = tensor.redistribute(mesh, [Shard(1)])
         assert dict(counted.get_comm_counts()) == {torch.ops._dtensor.shard_dim_alltoall: 1}
-        assert torch.equal(other.to_local(), part(whole, world, 1, rank))
+        assert torch.equal(other.to_local(), cut(whole, world, 1, rank))
         (other * other).sum().backward()
-        assert torch.equal(tensor.grad.to_local(), 2 * part(whole, world, 0, rank))
+        assert torch.equal(tensor.grad.to_local(), 2 * cut(whole, world, 0, rank))
 
 
 def captured(rank: int, world: int) -> None:
@@ -62,7 +58,7 @@ def captured(rank: int, world: int) -> None:
     mesh = mesh_of_all()
     value = torch.zeros((), device=device())
     whole = torch.arange(700 * 500.0, device=device()).view(700, 500)
-    mine = part(whole, world, 0, rank)
+    mine = cut(whole, world, 0, rank)
     shard_dim_alltoall(mine, 0, 1, mesh, 0, gather_size=700)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -70,7 +66,7 @@ def captured(rank: int, world: int) -> None:
     for replay in range(100):
         value.fill_(replay)
         graph.replay()
-        assert torch.equal(got, part(whole, world, 1, rank) + replay), replay
+        assert torch.equal(got, cut(whole, world, 1, rank) + replay), replay
 
 
 def distributed(rank: int, world: int) -> None:
@@ -96,7 +92,7 @@ def distributed(rank: int, world: int) -> None:
             brought = given if rank == 0 else torch.zeros_like(given)
             tensor = distribute_tensor(brought, mesh, [placement])
             if isinstance(placement, Shard):
-                wanted = part(whole, world, placement.dim % 3, rank)
+                wanted = cut(whole, world, placement.dim % 3, rank)
                 assert torch.equal(tensor.to_local(), wanted), placement
             assert torch.equal(tensor.full_tensor(), whole), placement
     settle()

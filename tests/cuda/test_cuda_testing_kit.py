@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -13,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch_symm
 from pool import FULL, needs_unshared_gpus
+from test_testing import pytest_on
 from torch_symm.testing import WarmMultiProcessTestCase
 
 pytestmark = needs_unshared_gpus
@@ -72,21 +69,10 @@ class TestWarmCase(WarmMultiProcessTestCase):
         dist.destroy_process_group()
 
 
-def pytest_on(folder: Path, body: str) -> tuple[int, str]:
-    (folder / "test_it.py").write_text(textwrap.dedent(body))
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_it.py"]
-    done = subprocess.run(
-        command, cwd=folder, env={**os.environ}, capture_output=True, text=True, timeout=200, check=False
-    )
-    return done.returncode, done.stdout + done.stderr
-
-
 def test_a_failure_names_rank_line_and_last_calls(tmp_path: Path) -> None:
     status, said = pytest_on(
         tmp_path,
         """
-        import pytest, torch, torch.distributed as dist
-
         @pytest.mark.ranks(2, timeout=120)
         def test_other_lengths(rank):
             torch.cuda.set_device(rank)
@@ -104,8 +90,6 @@ def test_cuda_in_the_process_that_forks_is_said(tmp_path: Path) -> None:
     status, said = pytest_on(
         tmp_path,
         """
-        import pytest, torch
-
         torch.cuda.init()
 
         @pytest.mark.ranks(2, timeout=120)

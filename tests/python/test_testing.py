@@ -36,7 +36,7 @@ def pytest_on(folder: Path, body: str, *options: str, **env: str) -> tuple[int, 
     (folder / "test_it.py").write_text(HEAD + textwrap.dedent(body))
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", *options, "test_it.py"]
     full = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-    done = subprocess.run(command, cwd=folder, env=full, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=folder, env=full, capture_output=True, text=True, timeout=200, check=False)
     return done.returncode, done.stdout + done.stderr
 
 
