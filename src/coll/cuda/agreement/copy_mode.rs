@@ -9,6 +9,7 @@ use super::launch_log;
 use crate::control::ControlBlock;
 use crate::rank::Rank;
 use std::sync::atomic::{Ordering, fence};
+use std::time::{Duration, Instant};
 
 /// How copy engines move the bytes of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,9 +26,8 @@ impl CopyMode {
     const ALL: [CopyMode; 3] = [CopyMode::Staged, CopyMode::Direct, CopyMode::Kernels];
 }
 
-/// Number of times that a rank polls for the decision of a rank that launches the call at the same
-/// time. All polls together take about ten microseconds.
-const LOOKS: usize = 2000;
+/// How long a rank polls for the decision of a rank that launches the call at the same time.
+const DECISION_WAIT: Duration = Duration::from_micros(10);
 
 /// Offsets of a rank's tensors in its symmetric memory, or [`TensorOffsets::ELSEWHERE`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -136,7 +136,10 @@ pub fn decide(
     let decided = || SlotWord::of(slot.word.load(Ordering::Acquire)).number == number;
     if passed {
         // A rank that has already published this launch is usually about to write the slot.
-        (0..LOOKS).take_while(|_| !decided()).for_each(|_| std::hint::spin_loop());
+        let since = Instant::now();
+        while !decided() && since.elapsed() < DECISION_WAIT {
+            std::hint::spin_loop();
+        }
     }
     let mut seen = slot.word.load(Ordering::Acquire);
     loop {
