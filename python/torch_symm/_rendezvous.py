@@ -26,6 +26,9 @@ Triplet = tuple["Store", int, int]
 #: c10d's default, for rendezvous without their own timeout.
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
+#: How long a rank waits for a new server of rank 0 after the server that it reached has ended.
+NEW_SERVER = timedelta(seconds=0.5)
+
 #: The end of sentences about missing variables.
 TORCHRUN = "start the ranks with torchrun, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
 
@@ -45,6 +48,8 @@ def by_tcp(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator
         DistNetworkError: rank 0 cannot be reached; the message says so.
         SymmConfigError: another live process has arrived as this rank; the message names both.
     """
+    from torch.distributed import DistNetworkError, DistStoreError
+
     parts = urlsplit(url)
     query, rank, world_size = _query(parts, "symm", {"secret_env", "secret"})
     secret = _secret(query)
@@ -57,13 +62,26 @@ def by_tcp(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator
         host, port = _variable("MASTER_ADDR"), _whole("MASTER_PORT", _variable("MASTER_PORT"))
     deadline = time.monotonic() + timeout.total_seconds()
     remove_address: Callable[[], object] | None = None
-    if not parts.netloc and not parts.path and _agent_listens():
+    beside_agent = not parts.netloc and not parts.path and _agent_listens()
+    if beside_agent:
         opened, remove_address = _beside_agent(host, port, rank, world_size, deadline, secret, require_same_user)
         opened.set_timeout(timeout)
     else:
         opened = _open(host, port, rank, world_size, timeout, secret, require_same_user)
     restarts = _restarts()
-    opened._assemble(f"restart {restarts}/symm" if restarts else "symm", rank, world_size, left(deadline))
+    prefix = f"restart {restarts}/symm" if restarts else "symm"
+    try:
+        opened._assemble(prefix, rank, world_size, left(deadline))
+    except DistNetworkError as ended:
+        if rank == 0 or beside_agent:
+            raise
+        # The server may have been that of an earlier group, which rank 0 had not left yet: it opens another one.
+        try:
+            opened = _open(host, port, rank, world_size, min(left(deadline), NEW_SERVER), secret, require_same_user)
+        except (DistNetworkError, DistStoreError):
+            raise ended from None
+        opened.set_timeout(timeout)
+        opened._assemble(prefix, rank, world_size, left(deadline))
     if remove_address:
         remove_address()
     yield _of_this_start(opened), rank, world_size
@@ -233,7 +251,9 @@ def _beside_agent(
         try:
             turns.wait([key], left(deadline))
         except DistStoreError as error:
-            raise DistStoreError(_missing(turns, turn, world_size)) from error
+            text = _missing(turns, turn, world_size)
+            turns.add(f"turn/{rank}", -1)  # so that this rank can try again
+            raise DistStoreError(text) from error
         place, _, number = turns.get(key).decode().rpartition(" ")
         return _open(place, int(number), rank, world_size, left(deadline), secret, require_same_user), None
     if require_same_user and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):

@@ -7,9 +7,9 @@ use super::outcome::same_codes;
 use super::torch_store::TorchStore;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
-use crate::store::deadline::ThreadDeadline;
+use crate::store::deadline::{DeadlineStore, ThreadDeadline};
 use crate::store::file::FileStore;
-use crate::store::meet::StoreMeeting;
+use crate::store::meet::{LAST_WORDS, StoreMeeting};
 use crate::store::memory::MemoryStore;
 use crate::store::request::{Request, StoreOp as RequestOp};
 use crate::store::table::TableReply;
@@ -218,7 +218,14 @@ impl NativeStore {
     pub(super) fn barrier(&self, key: &[u8], rank: i64, size: i64, timeout_ms: i64) -> Status {
         guarded(|| {
             let (rank, size) = (unsigned("rank", rank)?, unsigned("world size", size)?);
-            self.store()?.barrier(text(key)?, Rank(rank), size, Some(limit(timeout_ms)?))
+            let (key, limit) = (text(key)?, limit(timeout_ms)?);
+            let end = Instant::now() + limit;
+            DeadlineStore::new(self.store()?, end, format!("barrier {key:?}")).barrier(
+                key,
+                Rank(rank),
+                size,
+                Some(limit),
+            )
         })
     }
 
@@ -235,13 +242,10 @@ impl NativeStore {
         let status = guarded(|| {
             let (me, size) = (Rank(unsigned("rank", rank)?), unsigned("world size", size)?);
             let deadline = Instant::now() + limit(timeout_ms)?;
-            let meeting = StoreMeeting {
-                store: self.store()?,
-                prefix: text(prefix)?.into(),
-                me,
-                size,
-                deadline,
-            };
+            let about = format!("meeting of {size} ranks under {:?}", text(prefix)?);
+            let store = DeadlineStore::new(self.store()?, deadline + LAST_WORDS, about);
+            let meeting =
+                StoreMeeting { store: &store, prefix: text(prefix)?.into(), me, size, deadline };
             if what.is_empty() {
                 return meeting.assemble();
             }

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 /// How long after the deadline rank 0 keeps serving ranks that still need the list of missing
 /// ranks, and how long they wait for it.
-const LAST_WORDS: Duration = Duration::from_millis(500);
+pub(crate) const LAST_WORDS: Duration = Duration::from_millis(500);
 
 /// Maximum number of ranks that the error of `gather` names.
 const NAMED: usize = 8;
@@ -65,9 +65,23 @@ impl<S: Store + ?Sized> StoreMeeting<'_, S> {
     }
 
     /// Adds one to the number of this rank's meetings under this prefix, and returns the sum. The
-    /// number is needed because the same processes may meet again in the same store.
+    /// number is needed because the same processes may meet again in the same store. Meetings that
+    /// failed before this rank came are skipped.
     fn turn(&self) -> Result<i64> {
-        self.store.add(&self.key("turn", self.me), 1)
+        loop {
+            let turn = self.store.add(&self.key("turn", self.me), 1)?;
+            let reported = self.reported(turn);
+            let over = self.me.0 != 0 && self.store.check(&[&reported])?;
+            if !over || self.store.get(&reported, Some(self.left()))?.is_empty() {
+                return Ok(turn);
+            }
+        }
+    }
+
+    /// Returns the key of rank 0's word about meeting `turn`: empty if all ranks arrived,
+    /// otherwise the error.
+    fn reported(&self, turn: i64) -> String {
+        format!("{}/reported/{turn}", self.prefix)
     }
 
     /// Waits until all of `ranks` have published a word on `what`.
@@ -124,7 +138,7 @@ impl<S: Store + ?Sized> StoreMeeting<'_, S> {
         self.reject_taken()?;
         let turn = self.turn()?;
         let [here, received] = ["here", "received"].map(|what| format!("{what}/{turn}"));
-        let reported = format!("{}/reported/{turn}", self.prefix);
+        let reported = self.reported(turn);
         self.announce(&here, b"1")?;
         let complaint = || {
             let missing = self.missing(&here)?;
@@ -135,25 +149,35 @@ impl<S: Store + ?Sized> StoreMeeting<'_, S> {
             ))
         };
         if self.me.0 != 0 {
-            let word = self.store.get(&reported, Some(self.left() + LAST_WORDS)).and_then(|word| {
+            let heard = || -> Result<String> {
+                let word = self.store.get(&reported, Some(self.left() + LAST_WORDS))?;
                 if !word.is_empty() {
                     self.announce(&received, b"1")?;
                 }
                 Ok(String::from_utf8_lossy(&word).into_owned())
+            };
+            let word = heard().or_else(|error| {
+                if error.kind != ErrorKind::Timeout {
+                    return Err(error);
+                }
+                let complaint = complaint()?;
+                // This rank no longer counts as arrived, and may try again in the same meeting.
+                self.forget(&here)?;
+                if self.store.check(&[&reported])? {
+                    return heard();
+                }
+                self.store.add(&self.key("turn", self.me), -1)?;
+                Ok(complaint)
             });
-            let word = word.or_else(|error| {
-                if error.kind == ErrorKind::Timeout { complaint() } else { Err(error) }
-            });
+            let ended = |error: Error, how: &str| {
+                let text = format!("rank 0, which serves the rendezvous, {how}: {}", error.message);
+                Err(Error { message: text, ..error })
+            };
             return match word {
                 Ok(word) if word.is_empty() => Ok(()),
                 Ok(word) => Err(Error::timeout(word)),
-                Err(error) if error.kind == ErrorKind::Network => {
-                    let text = format!(
-                        "rank 0, which serves the rendezvous, has ended or gone: {}",
-                        error.message
-                    );
-                    Err(Error { message: text, ..error })
-                }
+                Err(error) if error.kind == ErrorKind::Network => ended(error, "has ended or gone"),
+                Err(error) if error.kind == ErrorKind::Timeout => ended(error, "does not answer"),
                 Err(error) => Err(error),
             };
         }
@@ -369,6 +393,31 @@ mod tests {
             error.message,
             "rendezvous of 2 ranks: rank 0 did not arrive before the timeout, 1 did"
         );
+    }
+
+    #[test]
+    fn a_rank_that_gave_up_alone_may_come_again() {
+        let store = MemoryStore::new();
+        meeting(&store, 1, 3, SHORT).assemble().expect_err("no rank 0");
+        assert_eq!(meeting(&store, 0, 3, SHORT).came("here/1"), Ok(vec![]));
+        assert_eq!(together(&store), [Ok(()), Ok(()), Ok(())]);
+    }
+
+    #[test]
+    fn a_rank_that_comes_after_a_failed_meeting_takes_part_in_the_next_one() {
+        let store = MemoryStore::new();
+        meeting(&store, 0, 3, SHORT).assemble().expect_err("alone");
+        assert_eq!(together(&store), [Ok(()), Ok(()), Ok(())]);
+    }
+
+    /// Assembles three ranks.
+    fn together(store: &MemoryStore) -> [Result<()>; 3] {
+        std::thread::scope(|scope| {
+            let one = |rank| {
+                scope.spawn(move || meeting(store, rank, 3, Duration::from_secs(30)).assemble())
+            };
+            [0, 1, 2].map(one).map(|thread| thread.join().expect("no panic"))
+        })
     }
 
     #[test]

@@ -133,6 +133,19 @@ def test_torchrun(restarts: int, tmp_path: Path) -> None:
     assert [(tmp_path / str(rank)).read_text().splitlines() for rank in range(2)] == [wanted] * 2
 
 
+def _again_at_once(rank: int, world_size: int, url: str) -> None:
+    for _ in range(3):
+        dist.init_process_group("symm", url, rank=rank, world_size=world_size, timeout=LIMIT)
+        dist.barrier()
+        # The other ranks reach the server of the group that rank 0 has not left yet.
+        time.sleep(0.2 if rank == 0 else 0)
+        dist.destroy_process_group()
+
+
+def test_a_group_may_follow_another_at_the_same_port() -> None:
+    run_ranks(_again_at_once, WORLD, f"symm://127.0.0.1:{free_port()}", backend=None)
+
+
 def _server_stops(rank: int, world_size: int) -> tuple[str, float]:
     serve = "import sys, torch.distributed as d; s = d.TCPStore('127.0.0.1', 0, is_master=True); "
     serve += "print(s.port, flush=True); sys.stdin.read()"

@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -152,6 +153,26 @@ def test_a_barrier_opens_for_all_or_names_the_ranks_that_did_not_come(kind: str,
             store.rank_barrier("wrong", rank, size)
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Locks the byte that a process locks during an operation (src/store/file/log_file.rs)."""
+    with path.open("r+") as file:
+        lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 1 << 62, 1, 0)
+        fcntl.fcntl(file, 37, lock)  # F_OFD_SETLK, which Python 3.14 names
+        yield
+
+
+def test_a_barrier_ends_at_its_timeout_if_the_store_does_not_answer(tmp_path: Path) -> None:
+    store = torch_symm.FileStore(tmp_path / "file", 2, seconds(LIMIT_S))
+    started = time.monotonic()
+    with (
+        locked(tmp_path / "file"),
+        pytest.raises(dist.DistStoreError, match=r'barrier "meet": Add .* in time: the lock'),
+    ):
+        store.rank_barrier("meet", 0, 2, timeout=seconds(0.3))
+    assert 0.3 <= time.monotonic() - started < LIMIT_S
+
+
 @pytest.mark.skipif(not hasattr(dist.Store, "barrier"), reason="torch has no Store.barrier before 2.12")
 @own_stores
 def test_the_barrier_of_torch(kind: str, tmp_path: Path) -> None:
@@ -218,10 +239,7 @@ def test_ctrl_c_ends_a_wait_and_the_store_stays_usable(kind: str, tmp_path: Path
 def test_ctrl_c_ends_opening(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.touch(0o600)
-    with path.open("r+") as file:
-        # The byte that a process locks during an operation (src/store/file/log_file.rs).
-        lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 1 << 62, 1, 0)
-        fcntl.fcntl(file, 37, lock)  # F_OFD_SETLK, which Python 3.14 names
+    with locked(path):
         interrupted(lambda: torch_symm.FileStore(path, 2, seconds(LIMIT_S)))
     port = serve().port
     interrupted(lambda: torch_symm.TCPStore("127.0.0.1", port, None, False, seconds(LIMIT_S)))
