@@ -60,12 +60,15 @@ impl<'a> SignalPads<'a> {
         unsafe { &*(self.pads[owner.index()] as *const AtomicU32).add(index) }
     }
 
-    /// Waits until this rank's word in the pad of `peer` is clear, then sets it.
+    /// Waits until this rank's word in the pad of `peer` is clear, then sets it. Fails if `peer`
+    /// has left the group or ended.
     pub fn put(&self, peer: Rank, slot: u32, timeout: Duration) -> Result<()> {
         let word = self.word(peer, slot, self.control.rank());
-        self.await_value(peer, word, CLEAR, &CallTimeout::from_first_wait(timeout), &|| {
-            self.about("put_signal", slot)
-        })?;
+        let limit = CallTimeout::from_first_wait(timeout);
+        let about = || self.about("put_signal", slot);
+        self.await_value(peer, word, CLEAR, &limit, &about)?;
+        let gone = |rank| rank == peer && self.control.exit_reason(rank).is_some();
+        self.control.wait_alone(&limit, &about, gone)?;
         self.set(word, peer);
         Ok(())
     }
@@ -290,6 +293,15 @@ mod tests {
                 zero.barrier(3, Duration::from_millis(30)).expect_err("rank 1 takes nothing");
             error.assert_says(ErrorKind::Timeout, &["for rank 1 ("]);
             assert!(error.message.contains("a barrier on channel 3"), "{error}");
+        });
+    }
+
+    #[test]
+    fn a_signal_to_a_rank_that_left_is_an_error() {
+        alone(|[zero, _], controls| {
+            controls[1].note_departure("");
+            let error = zero.put(Rank(1), 3, LONG).expect_err("rank 1 left");
+            error.assert_says(ErrorKind::Peer, &["rank 1", "left the group"]);
         });
     }
 
