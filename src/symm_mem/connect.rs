@@ -9,6 +9,7 @@ use super::service;
 use super::service_thread::{self, ServiceThread};
 use crate::error::{Error, Result};
 use crate::lock::{lock, unpoisoned};
+use crate::sys::interrupt::SIGNAL_POLL;
 use crate::sys::required::Required;
 use crate::sys::{random, socket};
 use rustix::fd::OwnedFd;
@@ -100,8 +101,9 @@ impl Heap {
     }
 
     /// The other end of `connect`: returns a claim to the link with this number once it exists.
-    /// Returns `None` if it does not exist by `deadline` or has closed, or the error that keeps the
-    /// thread from accepting it; the end that made it must then `abandon` it.
+    /// Returns `None` if it does not exist by `deadline`, has closed, or the group has `failed`;
+    /// returns the error that keeps the thread from accepting it. The end that made the link must
+    /// then `abandon` it.
     pub fn meet(
         &self,
         peer: &HeapAddress,
@@ -119,14 +121,14 @@ impl Heap {
                 drop(state);
                 return Ok(link.hold(attention, Arc::clone(failed)));
             }
-            if state.past.contains(&number) {
+            if state.past.contains(&number) || failed() {
                 return Ok(None);
             }
             let Some(left) = deadline.checked_duration_since(Instant::now()) else {
                 drop(state);
                 return self.accept_error().map_or(Ok(None), Err);
             };
-            state = unpoisoned(self.changed.wait_timeout(state, left)).0;
+            state = unpoisoned(self.changed.wait_timeout(state, left.min(SIGNAL_POLL))).0;
         }
     }
 

@@ -139,7 +139,7 @@ impl Drop for MemoryDomain {
         // If kernels do not end, nothing can wait for the device, so the memory that they use is
         // kept.
         if self.signals.get().is_some_and(|(_, signals)| !signals.drain(Duration::ZERO)) {
-            std::mem::forget(recorded);
+            std::mem::forget((recorded, self.heaps.take()));
             return;
         }
         // Signals end before their memory is freed. Links end before a release of segments waits

@@ -79,7 +79,8 @@ std::shared_ptr<Side> side_of(const TorchGroup& torch_group) {
       all.of_groups.emplace_back(torch_group, found);
     }
   }
-  std::for_each(orphans.begin(), orphans.end(), leave);
+  // Leaving may wait for unfinished calls.
+  without_gil([&] { std::for_each(orphans.begin(), orphans.end(), leave); });
   return found;
 }
 
