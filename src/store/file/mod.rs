@@ -42,7 +42,7 @@ impl FileStore {
     /// users have joined in all; before that, the file keeps its contents for later users. The
     /// first user of a new run discards what a killed run has left.
     ///
-    /// `Config` if the directory does not exist, if other users may replace files in it, if the
+    /// `Config` if the directory does not exist, if all users may replace files in it, if the
     /// file is not a regular file with mode 0600 that belongs to this user, or if it is damaged;
     /// `Timeout` if another process holds its lock for 300 s.
     pub fn open(path: &Path, world_size: u32) -> Result<Self> {

@@ -21,7 +21,7 @@ pub(super) struct StorePath {
 }
 
 impl StorePath {
-    /// Fails if the directory does not exist or lets other users replace the file.
+    /// Fails if the directory does not exist or lets all users replace the file.
     pub(super) fn new(path: &Path) -> Result<Self> {
         let refused = |why: String| Error::config(format!("the file store {path:?}: {why}"));
         let absolute = std::path::absolute(path).map_err(|error| refused(error.to_string()))?;

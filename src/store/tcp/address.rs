@@ -203,7 +203,8 @@ fn connect_inet(
     if own == Some(*address) { Err(Errno::CONNREFUSED.into()) } else { Ok(socket) }
 }
 
-/// Disables Nagle's algorithm, and detects within two minutes that the other node has vanished.
+/// Disables Nagle's algorithm, and detects within two minutes that the other node has vanished,
+/// unless it vanishes before it has acknowledged data: then after some 15 minutes.
 pub(super) fn attend(socket: &OwnedFd) -> rustix::io::Result<()> {
     sockopt::set_tcp_nodelay(socket, true)?;
     sockopt::set_tcp_keepidle(socket, Duration::from_secs(60))?;

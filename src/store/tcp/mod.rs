@@ -156,6 +156,8 @@ fn serve(options: &TcpOptions, deadline: Instant) -> Result<Arc<Server>> {
     // requires; it is taken at most once.
     let listen_fd = options.listen_fd.map(|fd| unsafe { OwnedFd::from_raw_fd(fd) });
     let shared = options.multi_tenant && options.port != 0 && listen_fd.is_none();
+    // Before the lock, because a resolver may take long.
+    let address = listen_fd.is_none().then(|| endpoint(options, deadline)).transpose()?;
     let mut servers = lock(SERVERS.get());
     servers.retain(|tenancy| tenancy.server.strong_count() > 0);
     let known = servers.iter().find(|tenancy| shared && tenancy.requested(options));
@@ -168,9 +170,10 @@ fn serve(options: &TcpOptions, deadline: Instant) -> Result<Arc<Server>> {
         }
         return Ok(server);
     }
-    let listeners = match listen_fd {
-        Some(fd) => ListeningSockets::adopt(fd)?,
-        None => ListeningSockets::at(&endpoint(options, deadline)?)?,
+    let listeners = match (listen_fd, &address) {
+        (Some(fd), _) => ListeningSockets::adopt(fd)?,
+        (None, Some(address)) => ListeningSockets::at(address)?,
+        (None, None) => unreachable!("there is a descriptor or an address"),
     };
     let mut limits = ConnectionLimits::default();
     if let Some(bytes) = Config::get().store_bytes {
