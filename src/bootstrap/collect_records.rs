@@ -3,7 +3,7 @@
 use super::claim::RankClaim;
 use super::record::{JoinRecord, agree};
 use super::{Attempt, MemberProcess};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::node_map::RankLocation;
 use crate::rank::{Rank, name_ranks};
 use crate::store::Store;
@@ -66,12 +66,24 @@ pub(super) fn gather(attempt: &Attempt<'_>, claim: &RankClaim<'_>) -> Result<Gat
                 .map(Rank)
                 .any(|rank| !came.contains(&rank) && attempt.known_end(rank).is_some())
         };
-        let complete = attempt.wait_for_keys(&keys, look, ended)?;
+        let complete = match attempt.wait_for_keys(&keys, look, ended) {
+            Ok(complete) => complete,
+            // The rank that serves the store may have given up meanwhile.
+            Err(error) => return Err(differing.unwrap_or(error)),
+        };
         look = (look * 2).min(RECORD_POLL_MAX);
         // The records are read once more after the deadline, so that the timeout error names the
         // ranks that are missing at the deadline.
         let expired = attempt.clock.remaining().is_zero();
-        let standings = read(attempt, claim, &keys, complete)?;
+        let standings = match read(attempt, claim, &keys, complete) {
+            Ok(standings) => standings,
+            Err(Error { kind: ErrorKind::Network | ErrorKind::Timeout, .. })
+                if let Some(known) = differing =>
+            {
+                return Err(known);
+            }
+            Err(error) => return Err(error),
+        };
 
         let live: Vec<&JoinRecord> = standings
             .iter()

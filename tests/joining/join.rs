@@ -226,8 +226,12 @@ fn disagreeing_ranks_all_raise_the_same() {
         join(store, &spec(&format!("{size} ranks"), rank, size, LONG))
     };
     let outcomes = threads(0..4, |rank| {
-        // The others have read the records of three ranks before rank 3 joins.
-        thread::sleep(Duration::from_millis(if rank == 3 { 250 } else { 0 }));
+        if rank == 3 {
+            // The others have read the records of three ranks before rank 3 joins.
+            let keys = [0, 1, 2].map(|rank| format!("symm/4 ranks/0/{rank}"));
+            store.wait(&keys.each_ref().map(String::as_str), Some(LONG)).expect("published");
+            thread::sleep(Duration::from_millis(100));
+        }
         doctored(rank, 4)
     });
     assert!(started.elapsed() < SOON);
