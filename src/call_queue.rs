@@ -199,6 +199,10 @@ impl CallQueue {
     /// Posts the call of `job` if the job has only one.
     fn post(&self, job: &QueuedJob) -> bool {
         let [call] = &*job.calls else { return false };
+        // The copies of a call with later calls may take long, and the queue is locked here.
+        if job.completion.later_calls() > 0 {
+            return false;
+        }
         job.completion.copy_in();
         let mut executor = lock(&self.executor);
         let body = AssertUnwindSafe(|| {

@@ -242,15 +242,19 @@ struct SparseSum {
 
   void finish() const {
     const auto shapes = headers.slice(1, 1);
-    for (int64_t rank = 1; rank < headers.size(0); ++rank) {
-      if (!shapes[rank].equal(shapes[0])) {
-        const auto nothing = at::empty({0}, at::kLong);
-        gathered(nothing, std::vector<int64_t>(headers.size(0)));
-        gathered(nothing, std::vector<int64_t>(headers.size(0)));
-        TORCH_CHECK_VALUE(
-            false, "ProcessGroupSymm::allreduce: Tensor dimensions do not match: ", described(0),
-            ", ", described(rank));
-      }
+    int64_t differs = 0;
+    for (int64_t rank = 1; rank < headers.size(0) && differs == 0; ++rank) {
+      differs = shapes[rank].equal(shapes[0]) ? 0 : rank;
+    }
+    if (differs != 0 || !own.defined()) {
+      // All ranks make the later calls, because they were counted when the sum was queued.
+      const auto nothing = at::empty({0}, at::kLong);
+      gathered(nothing, std::vector<int64_t>(headers.size(0)));
+      gathered(nothing, std::vector<int64_t>(headers.size(0)));
+      TORCH_CHECK_VALUE(
+          differs == 0, "ProcessGroupSymm::allreduce: Tensor dimensions do not match: ",
+          described(0), ", ", described(differs));
+      return;
     }
     const auto column = headers.select(1, 0).contiguous();
     const auto* counts = column.const_data_ptr<int64_t>();
