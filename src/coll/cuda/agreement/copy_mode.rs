@@ -135,9 +135,12 @@ pub fn decide(
     let first = SlotWord { number, mode: if passed { usual } else { wanted }, launched: 1 << me };
     let decided = || SlotWord::of(slot.word.load(Ordering::Acquire)).number == number;
     if passed {
-        // A rank that has already published this launch is usually about to write the slot.
+        // A rank that has just published this launch is usually about to write the slot.
         let since = Instant::now();
-        while !decided() && since.elapsed() < DECISION_WAIT {
+        while launched().any(|count| count == number)
+            && !decided()
+            && since.elapsed() < DECISION_WAIT
+        {
             std::hint::spin_loop();
         }
     }

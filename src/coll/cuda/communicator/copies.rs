@@ -159,9 +159,11 @@ impl Communicator {
         let usual = if zero { CopyMode::Staged } else { CopyMode::Kernels };
         let symmetric = self.symmetric.as_ref().filter(|_| direct);
         let found = symmetric.and_then(|heaps| self.tensors(call, heaps));
+        let ordinary = symmetric
+            .is_none_or(|heaps| !heaps.holds_any(call.inputs.iter().chain(&*call.outputs)));
         let wanted = match &found {
             Some(_) if zero || overlaps && in_place(call, me) => CopyMode::Direct,
-            None if stages => CopyMode::Staged,
+            None if stages && ordinary => CopyMode::Staged,
             _ => usual,
         };
         let (own, expected) = found.unwrap_or((TensorOffsets::ELSEWHERE, Vec::new()));
