@@ -7,15 +7,14 @@ import torch
 import torch.distributed as dist
 import torch_symm
 from launch import on_nodes, run_nodes
-from norm_reference import rms_norm
-from test_all_reduce_add_rms_norm import EPS, Rows, every_form, ops
+from norm_reference import EPS, Rows, every_form, ops, rms_norm
 
 
 class NodeRows(Rows):
     """Rows that are reduced by the group's own all_reduce."""
 
     def wanted(self) -> tuple[torch.Tensor, torch.Tensor]:
-        dist.all_reduce(summed := self.inputs[dist.get_rank()].clone())
+        dist.all_reduce(summed := self.own.clone())
         return rms_norm(summed + self.residual, self.weight, EPS), summed + self.residual
 
 
@@ -24,7 +23,7 @@ def test_bits_are_those_of_separate_steps(rank: int, world_size: int) -> None:
     name = dist.group.WORLD.group_name
     for dtype in (torch.bfloat16, torch.float32):
         for shape in ((1, 8), (2, 64), (3, 4104), (40, 2048)):
-            every_form(rank, NodeRows(world_size, shape, dtype), name)
+            every_form(NodeRows(rank, world_size, shape, dtype), name)
     # The nodes disagree on eps, which does not affect the all-reduce.
     rows = torch.ones(2, 64)
     with pytest.raises(torch_symm.SymmMismatchError, match=r"all_reduce_add_rms_norm\(2 × 64 × float32, eps 1e-6\)"):

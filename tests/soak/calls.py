@@ -90,7 +90,9 @@ class Begun(Case):
 
     def place(self, flat: torch.Tensor, empty: Callable[..., torch.Tensor] | None = None) -> Placed | Misaligned:
         self.bytes += flat.numel() * flat.element_size()
-        return super().place(flat, empty)
+        placed = super().place(flat, empty)
+        self.spot.enter()
+        return placed
 
     def call(self, function: Callable[..., dist.Work | None], *args: object, **options: object) -> None:
         self.spot.enter()
@@ -136,11 +138,6 @@ def all_to_all(c: Begun) -> None:
 
 def all_to_all_single(c: Begun) -> None:
     collectives.all_to_all_split(c, c.lengths())
-
-
-def coalesced(c: Begun) -> None:
-    c.spot.enter()
-    collectives.coalesced(c)
 
 
 def barrier(c: Begun) -> None:
@@ -219,8 +216,8 @@ KINDS: dict[str, Callable[[Begun], None]] = {
     **{
         each.__name__: each
         for each in (
-            all_gather, reduce_scatter, all_to_all, all_to_all_single, coalesced, barrier, monitored_barrier, objects,
-            messages, batch,
+            collectives.coalesced, all_gather, reduce_scatter, all_to_all, all_to_all_single, barrier,
+            monitored_barrier, objects, messages, batch,
         )
     },
 }  # fmt: skip

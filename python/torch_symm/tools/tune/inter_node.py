@@ -288,15 +288,15 @@ def output_errors(placed: Layout, output: Path | None, device: str) -> list[str]
     return [error for error in errors if error]
 
 
-def write(placed: Layout, found: Mapping[str, Any], output: Path | None, device: str) -> Path:
-    """Writes ``found`` into this node's profile, keeping other entries; returns its path.
+def write(placed: Layout, found: Mapping[str, Any], output: Path | None, device: str) -> Path | None:
+    """Writes ``found`` into this node's profile, keeping other entries; returns its path, if it has one.
 
     Only the first rank of each node writes; to ``output``, if it is given, only rank 0.
     """
     here = node_key(placed, device)
     path = output or profile.own_path(here)
-    assert path is not None, "output_errors would have said so"
     if dist.get_rank() == 0 if output else placed.local == 0:
+        assert path is not None, "output_errors would have said so"
         kept = profile.known(path) or profile.bare(here, {})
         profile.write(path, {**kept, "inter_node": dict(found)})
     return path
