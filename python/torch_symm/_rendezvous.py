@@ -27,7 +27,7 @@ Triplet = tuple["Store", int, int]
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 #: How long a rank waits for a new server of rank 0 after the server that it reached has ended.
-NEW_SERVER = timedelta(seconds=0.5)
+NEW_SERVER = timedelta(seconds=2)
 
 #: The end of sentences about missing variables.
 TORCHRUN = "start the ranks with torchrun, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
@@ -80,6 +80,8 @@ def by_tcp(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator
             opened = _open(host, port, rank, world_size, min(left(deadline), NEW_SERVER), secret, require_same_user)
         except (DistNetworkError, DistStoreError):
             raise ended from None
+        if opened.check([f"{prefix}/turn/{rank}"]):  # the same server: only the connection ended
+            raise
         opened.set_timeout(timeout)
         opened._assemble(prefix, rank, world_size, left(deadline))
     if remove_address:
@@ -251,9 +253,7 @@ def _beside_agent(
         try:
             turns.wait([key], left(deadline))
         except DistStoreError as error:
-            text = _missing(turns, turn, world_size)
-            turns.add(f"turn/{rank}", -1)  # so that this rank can try again
-            raise DistStoreError(text) from error
+            raise DistStoreError(_missing(turns, turn, world_size)) from error
         place, _, number = turns.get(key).decode().rpartition(" ")
         return _open(place, int(number), rank, world_size, left(deadline), secret, require_same_user), None
     if require_same_user and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):

@@ -77,10 +77,8 @@ pub(super) fn gather(attempt: &Attempt<'_>, claim: &RankClaim<'_>) -> Result<Gat
         let expired = attempt.clock.remaining().is_zero();
         let standings = match read(attempt, claim, &keys, complete) {
             Ok(standings) => standings,
-            Err(Error { kind: ErrorKind::Network | ErrorKind::Timeout, .. })
-                if let Some(known) = differing =>
-            {
-                return Err(known);
+            Err(error) if [ErrorKind::Network, ErrorKind::Timeout].contains(&error.kind) => {
+                return Err(differing.unwrap_or(error));
             }
             Err(error) => return Err(error),
         };

@@ -137,16 +137,25 @@ impl<S: Store + ?Sized> StoreMeeting<'_, S> {
     pub fn assemble(&self) -> Result<()> {
         self.reject_taken()?;
         let turn = self.turn()?;
-        let [here, received] = ["here", "received"].map(|what| format!("{what}/{turn}"));
+        let [here, received, gave_up] =
+            ["here", "received", "gave up"].map(|what| format!("{what}/{turn}"));
         let reported = self.reported(turn);
         self.announce(&here, b"1")?;
         let complaint = || {
-            let missing = self.missing(&here)?;
-            let (missing, came) = (named(&missing), self.size as usize - missing.len());
-            Ok(format!(
-                "rendezvous of {} ranks: {missing} did not arrive before the timeout, {came} did",
-                self.size
-            ))
+            let gone = self.came(&gave_up)?;
+            let (gone, missing): (Vec<Rank>, Vec<Rank>) =
+                self.missing(&here)?.into_iter().partition(|rank| gone.contains(rank));
+            let came = self.size as usize - missing.len() - gone.len();
+            let gave_up = format!("{} gave up before", named(&gone));
+            let about = format!("rendezvous of {} ranks: ", self.size);
+            Ok(about
+                + &match (named(&missing), missing.is_empty(), gone.is_empty()) {
+                    (_, true, _) => format!("{gave_up} the others had arrived"),
+                    (missing, false, none) => format!(
+                        "{missing} did not arrive before the timeout, {came} did{}",
+                        if none { String::new() } else { format!("; {gave_up}") }
+                    ),
+                })
         };
         if self.me.0 != 0 {
             let heard = || -> Result<String> {
@@ -162,6 +171,7 @@ impl<S: Store + ?Sized> StoreMeeting<'_, S> {
                 }
                 let complaint = complaint()?;
                 // This rank no longer counts as arrived, and may try again in the same meeting.
+                self.announce(&gave_up, b"1")?;
                 self.forget(&here)?;
                 if self.store.check(&[&reported])? {
                     return heard();
@@ -193,7 +203,12 @@ impl<S: Store + ?Sized> StoreMeeting<'_, S> {
                     Ok(()) | Err(_) => Err(Error::timeout(word)),
                 }
             }
-            Err(error) => Err(error),
+            Err(error) => {
+                // Without this word, the others would wait in this meeting for ever.
+                let word = format!("rank 0, which serves the rendezvous, gave up: {error}");
+                _ = self.store.set(&reported, word.as_bytes());
+                Err(error)
+            }
             Ok(()) => {
                 self.store.set(&reported, b"")?;
                 self.keys(&here).iter().try_for_each(|key| forget(self.store, key))
@@ -399,7 +414,14 @@ mod tests {
     fn a_rank_that_gave_up_alone_may_come_again() {
         let store = MemoryStore::new();
         meeting(&store, 1, 3, SHORT).assemble().expect_err("no rank 0");
-        assert_eq!(meeting(&store, 0, 3, SHORT).came("here/1"), Ok(vec![]));
+        assert_eq!(together(&store), [Ok(()), Ok(()), Ok(())]);
+        meeting(&store, 1, 3, SHORT).assemble().expect_err("no rank 0");
+        let error = meeting(&store, 0, 3, SHORT).assemble().expect_err("alone");
+        assert_eq!(
+            error.message,
+            "rendezvous of 3 ranks: rank 2 did not arrive before the timeout, 1 did; \
+             rank 1 gave up before"
+        );
         assert_eq!(together(&store), [Ok(()), Ok(()), Ok(())]);
     }
 
