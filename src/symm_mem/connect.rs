@@ -112,8 +112,9 @@ impl Heap {
         deadline: Instant,
     ) -> Result<Option<LinkRef>> {
         let attention = self.attend()?;
-        let mut state = self.state();
-        loop {
+        // Asked without the lock, because the answer may need other locks.
+        while !failed() {
+            let state = self.state();
             if let Some(link) =
                 state.links.iter().find(|link| link.key == peer.key && link.number == number)
             {
@@ -121,15 +122,16 @@ impl Heap {
                 drop(state);
                 return Ok(link.hold(attention, Arc::clone(failed)));
             }
-            if state.past.contains(&number) || failed() {
+            if state.past.contains(&number) {
                 return Ok(None);
             }
             let Some(left) = deadline.checked_duration_since(Instant::now()) else {
                 drop(state);
                 return self.accept_error().map_or(Ok(None), Err);
             };
-            state = unpoisoned(self.changed.wait_timeout(state, left.min(SIGNAL_POLL))).0;
+            drop(unpoisoned(self.changed.wait_timeout(state, left.min(SIGNAL_POLL))));
         }
+        Ok(None)
     }
 
     fn reserve(&self, span: u64) -> Result<RemoteHeap> {

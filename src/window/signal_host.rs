@@ -61,13 +61,16 @@ impl<'a> SignalPads<'a> {
     }
 
     /// Waits until this rank's word in the pad of `peer` is clear, then sets it. Fails if `peer`
-    /// has left the group or ended.
+    /// has ended without leaving the group; one that left may have needed no more signals.
     pub fn put(&self, peer: Rank, slot: u32, timeout: Duration) -> Result<()> {
         let word = self.word(peer, slot, self.control.rank());
         let limit = CallTimeout::from_first_wait(timeout);
         let about = || self.about("put_signal", slot);
         self.await_value(peer, word, CLEAR, &limit, &about)?;
-        let gone = |rank| rank == peer && self.control.exit_reason(rank).is_some();
+        let gone = |rank| {
+            let control = self.control;
+            rank == peer && control.departure(rank).is_none() && control.exit_reason(rank).is_some()
+        };
         self.control.wait_alone(&limit, &about, gone)?;
         self.set(word, peer);
         Ok(())
@@ -297,11 +300,14 @@ mod tests {
     }
 
     #[test]
-    fn a_signal_to_a_rank_that_left_is_an_error() {
-        alone(|[zero, _], controls| {
+    fn a_signal_to_a_rank_that_has_ended_is_an_error() {
+        alone(|[zero, _, _], controls| {
             controls[1].note_departure("");
-            let error = zero.put(Rank(1), 3, LONG).expect_err("rank 1 left");
-            error.assert_says(ErrorKind::Peer, &["rank 1", "left the group"]);
+            controls[0].note_exit(Rank(1), "has ended (exit code 0)".into());
+            zero.put(Rank(1), 3, LONG).expect("rank 1 left before");
+            controls[0].note_exit(Rank(2), "has ended (killed by signal 9)".into());
+            let error = zero.put(Rank(2), 3, LONG).expect_err("rank 2 is dead");
+            error.assert_says(ErrorKind::Peer, &["rank 2", "killed by signal 9"]);
         });
     }
 

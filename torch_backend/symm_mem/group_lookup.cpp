@@ -79,8 +79,10 @@ std::shared_ptr<Side> side_of(const TorchGroup& torch_group) {
       all.of_groups.emplace_back(torch_group, found);
     }
   }
-  // Leaving may wait for unfinished calls.
-  without_gil([&] { std::for_each(orphans.begin(), orphans.end(), leave); });
+  if (!orphans.empty()) {
+    // Leaving may wait for unfinished calls.
+    without_gil([&] { std::for_each(orphans.begin(), orphans.end(), leave); });
+  }
   return found;
 }
 
