@@ -151,23 +151,32 @@ fn endpoint(options: &TcpOptions, deadline: Instant) -> Result<StoreAddress> {
     }
 }
 
+/// Returns the server that this process already has for such `options`.
+fn known(servers: &mut Vec<SharedServer>, options: &TcpOptions) -> Result<Option<Arc<Server>>> {
+    servers.retain(|tenancy| tenancy.server.strong_count() > 0);
+    let known = servers.iter().find(|tenancy| tenancy.requested(options));
+    let Some(server) = known.and_then(|tenancy| tenancy.server.upgrade()) else { return Ok(None) };
+    if !server.has_secret(options.secret.as_deref()) {
+        return Err(Error::config(format!(
+            "the store that this process serves at {} has another secret",
+            server.address()
+        )));
+    }
+    Ok(Some(server))
+}
+
 fn serve(options: &TcpOptions, deadline: Instant) -> Result<Arc<Server>> {
     // SAFETY: the caller transfers ownership of the descriptor, as `TcpOptions::listen_fd`
     // requires; it is taken at most once.
     let listen_fd = options.listen_fd.map(|fd| unsafe { OwnedFd::from_raw_fd(fd) });
     let shared = options.multi_tenant && options.port != 0 && listen_fd.is_none();
-    // Before the lock, because a resolver may take long.
+    if shared && let Some(server) = known(&mut lock(SERVERS.get()), options)? {
+        return Ok(server);
+    }
+    // Without the lock, because a resolver may take long.
     let address = listen_fd.is_none().then(|| endpoint(options, deadline)).transpose()?;
     let mut servers = lock(SERVERS.get());
-    servers.retain(|tenancy| tenancy.server.strong_count() > 0);
-    let known = servers.iter().find(|tenancy| shared && tenancy.requested(options));
-    if let Some(server) = known.and_then(|tenancy| tenancy.server.upgrade()) {
-        if !server.has_secret(options.secret.as_deref()) {
-            return Err(Error::config(format!(
-                "the store that this process serves at {} has another secret",
-                server.address()
-            )));
-        }
+    if shared && let Some(server) = known(&mut servers, options)? {
         return Ok(server);
     }
     let listeners = match (listen_fd, &address) {
