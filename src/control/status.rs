@@ -140,6 +140,11 @@ impl ControlBlock {
         self.exited[rank.index()].get()
     }
 
+    /// Returns how the process of `rank` ended, if it did so without leaving the group.
+    pub fn died(&self, rank: Rank) -> Option<&String> {
+        self.ended(rank).filter(|_| self.words(rank).departed.load(Ordering::Acquire) == 0)
+    }
+
     /// Returns the error that names a member whose process ended without leaving the group.
     pub fn dead(&self) -> Option<Error> {
         let (rank, how) = self.dead_rank()?;
@@ -149,10 +154,7 @@ impl ControlBlock {
     /// Returns the first member whose process ended without leaving the group, and how it ended.
     pub fn dead_rank(&self) -> Option<(Rank, &String)> {
         let first = *self.first_exited.get()?;
-        let died = |rank: Rank| {
-            self.ended(rank).filter(|_| self.words(rank).departed.load(Ordering::Acquire) == 0)
-        };
-        iter::once(first).chain(self.ranks()).find_map(|rank| Some((rank, died(rank)?)))
+        iter::once(first).chain(self.ranks()).find_map(|rank| Some((rank, self.died(rank)?)))
     }
 
     /// Names `ranks`, the state of each process and what the rank is `doing`, such as "rank 1 (rank

@@ -67,11 +67,8 @@ impl<'a> SignalPads<'a> {
         let limit = CallTimeout::from_first_wait(timeout);
         let about = || self.about("put_signal", slot);
         self.await_value(peer, word, CLEAR, &limit, &about)?;
-        let gone = |rank| {
-            let control = self.control;
-            rank == peer && control.departure(rank).is_none() && control.exit_reason(rank).is_some()
-        };
-        self.control.wait_alone(&limit, &about, gone)?;
+        let dead = |rank| rank == peer && self.control.died(rank).is_some();
+        self.control.wait_alone(&limit, &about, dead)?;
         self.set(word, peer);
         Ok(())
     }
