@@ -66,22 +66,17 @@ pub(super) fn gather(attempt: &Attempt<'_>, claim: &RankClaim<'_>) -> Result<Gat
                 .map(Rank)
                 .any(|rank| !came.contains(&rank) && attempt.known_end(rank).is_some())
         };
-        let complete = match attempt.wait_for_keys(&keys, look, ended) {
-            Ok(complete) => complete,
-            // The rank that serves the store may have given up meanwhile.
-            Err(error) => return Err(differing.unwrap_or(error)),
-        };
+        // The rank that serves the store may give up during the grace; a difference says more.
+        let mut or_known = |error| differing.take().unwrap_or(error);
+        let complete = attempt.wait_for_keys(&keys, look, ended).map_err(&mut or_known)?;
         look = (look * 2).min(RECORD_POLL_MAX);
         // The records are read once more after the deadline, so that the timeout error names the
         // ranks that are missing at the deadline.
         let expired = attempt.clock.remaining().is_zero();
-        let standings = match read(attempt, claim, &keys, complete) {
-            Ok(standings) => standings,
-            Err(error) if [ErrorKind::Network, ErrorKind::Timeout].contains(&error.kind) => {
-                return Err(differing.unwrap_or(error));
-            }
-            Err(error) => return Err(error),
-        };
+        let standings = read(attempt, claim, &keys, complete).map_err(|error| {
+            let lost = [ErrorKind::Network, ErrorKind::Timeout].contains(&error.kind);
+            if lost { or_known(error) } else { error }
+        })?;
 
         let live: Vec<&JoinRecord> = standings
             .iter()

@@ -147,15 +147,14 @@ impl<S: Store + ?Sized> StoreMeeting<'_, S> {
                 self.missing(&here)?.into_iter().partition(|rank| gone.contains(rank));
             let came = self.size as usize - missing.len() - gone.len();
             let gave_up = format!("{} gave up before", named(&gone));
-            let about = format!("rendezvous of {} ranks: ", self.size);
-            Ok(about
-                + &match (named(&missing), missing.is_empty(), gone.is_empty()) {
-                    (_, true, _) => format!("{gave_up} the others had arrived"),
-                    (missing, false, none) => format!(
-                        "{missing} did not arrive before the timeout, {came} did{}",
-                        if none { String::new() } else { format!("; {gave_up}") }
-                    ),
-                })
+            let problem = if missing.is_empty() {
+                format!("{gave_up} the others had arrived")
+            } else {
+                let more = if gone.is_empty() { String::new() } else { format!("; {gave_up}") };
+                let missing = named(&missing);
+                format!("{missing} did not arrive before the timeout, {came} did{more}")
+            };
+            Ok(format!("rendezvous of {} ranks: {problem}", self.size))
         };
         if self.me.0 != 0 {
             let heard = || -> Result<String> {

@@ -165,30 +165,32 @@ fn known(servers: &mut Vec<SharedServer>, options: &TcpOptions) -> Result<Option
     Ok(Some(server))
 }
 
-fn serve(options: &TcpOptions, deadline: Instant) -> Result<Arc<Server>> {
-    // SAFETY: the caller transfers ownership of the descriptor, as `TcpOptions::listen_fd`
-    // requires; it is taken at most once.
-    let listen_fd = options.listen_fd.map(|fd| unsafe { OwnedFd::from_raw_fd(fd) });
-    let shared = options.multi_tenant && options.port != 0 && listen_fd.is_none();
-    if shared && let Some(server) = known(&mut lock(SERVERS.get()), options)? {
-        return Ok(server);
-    }
-    // Without the lock, because a resolver may take long.
-    let address = listen_fd.is_none().then(|| endpoint(options, deadline)).transpose()?;
-    let mut servers = lock(SERVERS.get());
-    if shared && let Some(server) = known(&mut servers, options)? {
-        return Ok(server);
-    }
-    let listeners = match (listen_fd, &address) {
-        (Some(fd), _) => ListeningSockets::adopt(fd)?,
-        (None, Some(address)) => ListeningSockets::at(address)?,
-        (None, None) => unreachable!("there is a descriptor or an address"),
-    };
+fn start(options: &TcpOptions, listeners: ListeningSockets) -> Result<Arc<Server>> {
     let mut limits = ConnectionLimits::default();
     if let Some(bytes) = Config::get().store_bytes {
         limits.stored = bytes;
     }
-    let server = Arc::new(Server::start(listeners, options.secret.clone(), limits)?);
+    Ok(Arc::new(Server::start(listeners, options.secret.clone(), limits)?))
+}
+
+fn serve(options: &TcpOptions, deadline: Instant) -> Result<Arc<Server>> {
+    if let Some(fd) = options.listen_fd {
+        // SAFETY: the caller transfers ownership of the descriptor, as `TcpOptions::listen_fd`
+        // requires; it is taken at most once.
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        return start(options, ListeningSockets::adopt(fd)?);
+    }
+    let shared = options.multi_tenant && options.port != 0;
+    if shared && let Some(server) = known(&mut lock(SERVERS.get()), options)? {
+        return Ok(server);
+    }
+    // Without the lock, because a resolver may take long.
+    let address = endpoint(options, deadline)?;
+    let mut servers = lock(SERVERS.get());
+    if shared && let Some(server) = known(&mut servers, options)? {
+        return Ok(server);
+    }
+    let server = start(options, ListeningSockets::at(&address)?)?;
     if shared {
         servers.push(SharedServer {
             host: options.host.clone(),
