@@ -216,9 +216,10 @@ def _calibrate(
     from .launch import all_times, state
 
     here, load = profile.key(device, world), [round(value, 2) for value in os.getloadavg()]
-    path, error = given.output or profile.own_path(here), None if given.output else profile.output_error(here)
-    if path is None or error:
+    if not given.output and (error := profile.output_error(here)):
         raise Unmeasured(error)
+    path = given.output or profile.own_path(here)
+    assert path is not None, "output_error would have said so"
     say(f"{here.says}; load {load[0]}")
     started = time.monotonic()
     settings, left = _in_force(device, world), given.seconds
