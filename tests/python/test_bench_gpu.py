@@ -274,7 +274,8 @@ def run_until_it_is_ended(_rank: int, _world: int, path: Path, output: int) -> N
         for number, message in enumerate(measure(options), 1):
             yield message
             while number == 2:
-                signal.pause()
+                # pause() would sleep on after a signal that arrives just before it.
+                time.sleep(0.01)
 
     for stream in (1, 2):
         os.dup2(output, stream)
