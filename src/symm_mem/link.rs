@@ -297,42 +297,37 @@ impl HeapLink {
                 return Ok(());
             }
             self.late.store(false, Ordering::Relaxed);
-            if cut {
-                return Err(
-                    "sent more than one message can hold, or no descriptor is free here".into()
-                );
+            if cut && (length > FRAME_BYTES || fd.is_some()) {
+                return Err("sent more than one message can hold".into());
             }
             let frame = HeapFrame::decode(&buffer[..length])
                 .ok_or_else(|| format!("sent {length} bytes, a malformed message"))?;
-            self.take(owner, frame, fd)?;
+            self.take(owner, frame, fd, cut)?;
         }
         Ok(())
     }
 
+    /// `lost`: the message had a descriptor for which this process has no free number.
     fn take(
         &self,
         owner: &dyn SegmentOwner,
         frame: HeapFrame,
         fd: Option<OwnedFd>,
+        lost: bool,
     ) -> ProtocolResult {
-        let fd = match (frame, fd) {
-            (HeapFrame::Offer { id, offset, bytes }, Some(fd)) => {
+        let given = fd.is_some() || lost;
+        match frame {
+            HeapFrame::Offer { id, .. } if !given => {
+                return Err(format!("offered segment {id} without a descriptor"));
+            }
+            HeapFrame::Offer { id, offset, bytes } => {
                 let mapped = self.remote.accept(id, offset, bytes, fd)?;
                 self.post(
                     if mapped { HeapFrame::Accepted { id } } else { HeapFrame::Refused { id } },
                     None,
                 );
-                return Ok(());
             }
-            (_, fd) => fd,
-        };
-        if fd.is_some() {
-            return Err("sent a descriptor with a message that needs none".into());
-        }
-        match frame {
-            HeapFrame::Offer { id, .. } => {
-                return Err(format!("offered segment {id} without a descriptor"));
-            }
+            _ if given => return Err("sent a descriptor with a message that needs none".into()),
             HeapFrame::Hello { .. } => return Err("introduced itself twice".into()),
             HeapFrame::Withdraw { id } => {
                 self.remote.withdraw(id, self.any_failed())?;

@@ -2,7 +2,9 @@
 
 use super::addresses::AddressRange;
 use crate::lock::{lock, unpoisoned};
+use crate::sys::required::Required;
 use rustix::fd::OwnedFd;
+use rustix::io::Errno;
 use std::collections::HashMap;
 use std::sync::Mutex;
 
@@ -46,13 +48,14 @@ impl RemoteHeap {
         self.range.address()
     }
 
-    /// Maps a segment that the peer advertises; returns whether that succeeded.
+    /// Maps a segment that the peer advertises; returns whether that succeeded. `descriptor` is
+    /// `None` if this process had no free number for it.
     pub(super) fn accept(
         &self,
         id: u64,
         offset: u64,
         bytes: u64,
-        descriptor: OwnedFd,
+        descriptor: Option<OwnedFd>,
     ) -> ProtocolResult<bool> {
         let inside = usize::try_from(offset).ok().zip(usize::try_from(bytes).ok());
         let inside = inside.filter(|(offset, bytes)| {
@@ -72,12 +75,12 @@ impl RemoteHeap {
         if overlaps(SegmentState::Mapped) {
             return Err(format!("offered {bytes} bytes at {offset}, where it has offered others"));
         }
+        let descriptor = descriptor.ok_or_else(|| Required::Receive.failed(Errno::MFILE));
         let mapped = !overlaps(SegmentState::Kept)
-            && self
-                .range
-                .import(offset, bytes, descriptor)
+            && descriptor
+                .and_then(|descriptor| self.range.import(offset, bytes, descriptor))
                 .inspect_err(|error| {
-                    log::info!("could not map a segment of a peer's symmetric memory: {error}")
+                    log::warn!("a segment of a peer's symmetric memory cannot be mapped: {error}")
                 })
                 .is_ok();
         segments.insert(

@@ -9,9 +9,10 @@ use crate::symm_mem::frame::{FRAME_BYTES, HeapFrame};
 use crate::sys::fork::tests::{forked, status_of};
 use crate::sys::random;
 use crate::sys::socket;
-use rustix::fd::{AsFd, OwnedFd};
+use rustix::fd::{AsFd, AsRawFd, OwnedFd};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::io::Errno;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::io::Write as _;
 
 /// A peer that sends what the test wants.
@@ -393,4 +394,30 @@ fn a_segment_that_begins_within_a_page_is_refused_and_the_link_goes_on() {
     received.sort_by_key(|frame| matches!(frame, Some(HeapFrame::Accepted { .. })));
     assert_eq!(received, [Some(HeapFrame::Refused { id: 1 }), Some(HeapFrame::Accepted { id: 2 })]);
     assert_eq!(mapped(&hold), 1);
+}
+
+#[test]
+fn a_moment_without_a_free_descriptor_costs_one_segment() {
+    let child = forked(|| {
+        let (own, _) = heap(16);
+        let _attention = own.attend().expect("runs");
+        let raw = Raw::new(&own);
+        let hold = raw.hold(&own);
+        let file = ShmSegment::create(16 * PAGE).expect("memfd");
+        let offer = |id| {
+            let frame = HeapFrame::Offer { id, offset: id * PAGE as u64, bytes: PAGE as u64 };
+            socket::send(&raw.socket, &frame.encode(), Some(file.as_fd())).expect("sent");
+            raw.hear()
+        };
+        let limit = getrlimit(Resource::Nofile);
+        let free = rustix::io::dup(&raw.socket).expect("a descriptor").as_raw_fd() as u64;
+        setrlimit(Resource::Nofile, Rlimit { current: Some(free), ..limit }).expect("lowered");
+        assert_eq!(offer(1), Some(HeapFrame::Refused { id: 1 }));
+        setrlimit(Resource::Nofile, limit).expect("as before");
+        assert_eq!(offer(2), Some(HeapFrame::Accepted { id: 2 }));
+        raw.say(HeapFrame::Withdraw { id: 1 });
+        assert_eq!(raw.hear(), Some(HeapFrame::Gone { id: 1 }));
+        !hold.link().is_closed()
+    });
+    assert_eq!(status_of(child), 0);
 }
