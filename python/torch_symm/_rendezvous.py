@@ -253,7 +253,10 @@ def _beside_agent(
         try:
             turns.wait([key], left(deadline))
         except DistStoreError as error:
-            raise DistStoreError(_missing(turns, turn, world_size)) from error
+            missing = _missing(turns, turn, world_size)
+            # Rank 0 has yet to start this rendezvous, so the next attempt of this rank belongs to it.
+            turns.add(f"turn/{rank}", -1)
+            raise DistStoreError(missing) from error
         place, _, number = turns.get(key).decode().rpartition(" ")
         return _open(place, int(number), rank, world_size, left(deadline), secret, require_same_user), None
     if require_same_user and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):

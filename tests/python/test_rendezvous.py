@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from ranks import free_port
+from ranks import free_port, on_threads
 from stores import SECRET, seconds, serve
 from torch.distributed.rendezvous import rendezvous
 from torch_symm import FileStore, TCPStore
@@ -191,6 +192,16 @@ def test_ranks_that_do_not_arrive_beside_torchruns_agent_are_named(
         agent.add(f"symm/rendezvous/0/turn/{rank}", 1)
     with pytest.raises(dist.DistStoreError, match=reported):
         meet("symm://", 2, 4, timeout=seconds(0.5))
+
+
+def test_beside_torchruns_agent_a_rank_that_gave_up_before_rank_0_came_may_try_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    agent = beside_agent(monkeypatch)
+    with pytest.raises(dist.DistStoreError, match="rendezvous of 2 ranks: rank 0 did not arrive"):
+        meet("symm://", 1, 2, timeout=seconds(0.2))
+    on_threads([partial(meet, "symm://", rank, 2, timeout=seconds(20)) for rank in range(2)])
+    assert [agent.get(f"symm/rendezvous/0/turn/{rank}") for rank in range(2)] == [b"1", b"1"]
 
 
 def test_beside_torchruns_agent_the_store_has_the_timeout_and_its_address_is_removed(
