@@ -164,9 +164,20 @@ def test_failures_name_rank_line_and_last_calls(tmp_path: Path) -> None:
 
 
 def test_time_limits_name_who_hangs_and_leave_nothing(tmp_path: Path) -> None:
+    # The names must not look like those of a leak: a fault test or a soak may run at the same time.
     body = """
-    def hangs(rank):
-        shared = open(f"/dev/shm/symm-kit-{os.getpid()}-{rank}", "w+b")
+    from multiprocessing.shared_memory import SharedMemory
+
+    @pytest.fixture(scope="module")
+    def table():
+        memory = SharedMemory(create=True, size=4096)
+        yield memory.name
+        memory.close()
+        memory.unlink()
+
+    def hangs(rank, table):
+        assert os.path.exists(f"/dev/shm/{table}"), "shared memory of a fixture outlives the ranks of a test"
+        shared = open(f"/dev/shm/kit-{os.getpid()}-{rank}", "w+b")
         shared.truncate(4096)
         import mmap
         mapped = mmap.mmap(shared.fileno(), 4096)
@@ -179,12 +190,12 @@ def test_time_limits_name_who_hangs_and_leave_nothing(tmp_path: Path) -> None:
         dist.barrier()
 
     @pytest.mark.ranks(3, timeout=5, group_timeout=1)
-    def test_symm(rank):
-        hangs(rank)
+    def test_symm(rank, table):
+        hangs(rank, table)
 
     @pytest.mark.ranks(3, timeout=5, group_timeout=1, backend="gloo")
-    def test_gloo(rank):
-        hangs(rank)
+    def test_gloo(rank, table):
+        hangs(rank, table)
     """
     code, text = pytest_on(tmp_path, body)
     assert code == 1 and outcomes(text) == {"failed": 2}, text
@@ -195,7 +206,7 @@ def test_time_limits_name_who_hangs_and_leave_nothing(tmp_path: Path) -> None:
     processes = [int(pid) for pid in re.findall(r"^child (\d+) ", text, re.MULTILINE)]
     processes += [int(pid) for pid in re.findall(r"^rank \d \(pid (\d+)\)", text, re.MULTILINE)]
     assert len(processes) == 12 and not [pid for pid in processes if running(pid)], text
-    memory = [Path(name) for name in re.findall(r"/dev/shm/symm-kit-\d+-\d", text)]
+    memory = [Path(name) for name in re.findall(r"/dev/shm/kit-\d+-\d", text)]
     # Ranks that were not killed had to remove their memory themselves.
     assert len(memory) == 6 and not [path for path in memory if path.name.endswith("-1") and path.exists()]
     for path in memory:
@@ -232,7 +243,7 @@ def test_wrong_marks_say_what_is_right(mark: pytest.MarkDecorator, said: str) ->
 def test_the_warm_process_is_not_what_other_tests_made_of_pytest_and_some_tests_cannot_use_it(tmp_path: Path) -> None:
     body = """
     import unittest
-    STATE = []
+    STATE, FOLDER = [], os.environ["FOLDER"]
 
     def test_first():
         STATE.append(1)
@@ -243,10 +254,22 @@ def test_the_warm_process_is_not_what_other_tests_made_of_pytest_and_some_tests_
 
     @pytest.fixture
     def fatal():
+        # A helper, which keeps the end of each pipe open.
+        if os.fork() == 0:
+            deadline = time.monotonic() + 30
+            while not os.path.exists(FOLDER + "/noticed") and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if not os.path.exists(FOLDER + "/noticed"):
+                open(FOLDER + "/late", "w").close()
+            os._exit(0)
         os.kill(os.getpid(), 9)
 
     @pytest.mark.ranks(2)
     def test_fatal(fatal): pass
+
+    def test_after_it():
+        open(FOLDER + "/noticed", "w").close()
+        assert not os.path.exists(FOLDER + "/late"), "pytest waited for the helper"
 
     @pytest.mark.ranks(2)
     def test_after():
@@ -272,8 +295,8 @@ def test_the_warm_process_is_not_what_other_tests_made_of_pytest_and_some_tests_
     def test_ends_the_run():
         dist.barrier()
     """
-    code, text = pytest_on(tmp_path, body)
-    assert code == 1 and outcomes(text).items() >= {"failed": 1, "passed": 4}.items(), text
+    code, text = pytest_on(tmp_path, body, FOLDER=str(tmp_path))
+    assert code == 1 and outcomes(text).items() >= {"failed": 1, "passed": 5}.items(), text
     assert "WarmMultiProcessTestCase" in text and "asyncio.run" in text, text
     assert "rank is for tests with @pytest.mark.ranks(n)" in text and "only the test has a rank" in text, text
     assert "the warm process, which makes fixtures and forks ranks, ended with -9" in text, text

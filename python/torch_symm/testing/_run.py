@@ -173,7 +173,8 @@ class _Ranks:
         for pid in left:
             # Stop the rank first, so that it maps and forks nothing more.
             os.kill(pid, signal.SIGSTOP)
-        memory = {path for pid in left for path in _shared_memory(pid)}
+        # A rank inherits the mappings of this process, such as those of a fixture.
+        memory = {path for pid in left for path in _shared_memory(pid)} - _shared_memory(os.getpid())
         self.forked.end()
         for path in memory:
             with contextlib.suppress(OSError):
@@ -181,14 +182,14 @@ class _Ranks:
                     path.unlink()
 
 
-def _shared_memory(pid: int) -> Iterable[Path]:
+def _shared_memory(pid: int) -> set[Path]:
     """Returns the files of /dev/shm that a process has mapped."""
     with contextlib.suppress(OSError):
         maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
         return {
             Path(path) for path in re.findall(r" (/dev/shm/[^\n]+)$", maps, re.MULTILINE) if "(deleted)" not in path
         }
-    return ()
+    return set()
 
 
 def _ending(folder: Path, ranks: _Ranks, rank: int) -> Ending:

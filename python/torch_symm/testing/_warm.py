@@ -9,7 +9,7 @@ import contextlib
 import os
 import signal
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -45,7 +45,7 @@ class WarmProcess:
         """
         try:
             self._connection.send((self._index(item), following and self._index(following)))
-            kind, value = self._connection.recv()
+            kind, value = self._reply()
         except (KeyboardInterrupt, pytest.exit.Exception):
             # A terminal interrupts both processes, but another sender may interrupt only this one.
             with contextlib.suppress(ProcessLookupError):
@@ -53,10 +53,11 @@ class WarmProcess:
             raise
         except pytest.fail.Exception as limit:
             # The time limit of another plug-in has passed. It applies in the warm process, too, whose report says more.
-            if not self._connection.poll(GRACE_S):
+            try:
+                kind, value = self._reply(GRACE_S)
+            except (EOFError, OSError):
                 self._restart()
                 return [_failed(item, str(limit))]
-            kind, value = self._connection.recv()
         except (EOFError, OSError):
             status = self._restart()
             return [_failed(item, f"the warm process, which makes fixtures and forks ranks, ended with {status}")]
@@ -72,9 +73,21 @@ class WarmProcess:
         with contextlib.suppress(OSError, EOFError):
             self._connection.send(None)
             # The first reply is to a test whose run was interrupted, if there was one.
-            while self._connection.recv() is not None:
+            while self._reply() is not None:
                 pass
         self._end()
+
+    def _reply(self, seconds: float | None = None) -> Any:
+        """Returns the next reply of the process.
+
+        Raises:
+            EOFError: the process has ended, or has not replied after ``seconds``.
+        """
+        # A child of the process may hold its end of the pipe, which then reports no end.
+        wait([self._connection, self._ended], seconds)
+        if not self._connection.poll():
+            raise EOFError
+        return self._connection.recv()
 
     def _index(self, item: pytest.Item) -> int:
         return self._session.items.index(item)
@@ -86,6 +99,7 @@ class WarmProcess:
 
     def _end(self) -> int:
         self._connection.close()
+        os.close(self._ended)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGKILL)
         return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
@@ -96,6 +110,7 @@ class WarmProcess:
         parent = os.getpid()
         self._pid = fork(lambda: self._serve(ours, theirs, parent))
         theirs.close()
+        self._ended = os.pidfd_open(self._pid)
         self._connection: Connection[Any, Any] = ours
 
     def _serve(self, ours: Connection[Any, Any], requests: Connection[Any, Any], parent: int) -> NoReturn:
