@@ -208,6 +208,27 @@ def test_a_forked_process_that_cannot_be_tracked_is_killed(monkeypatch: pytest.M
         os.waitpid(pids[0], os.WNOHANG)
 
 
+def test_a_signal_while_a_program_starts_leaves_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes, usual = list[Any](), subprocess.Popen
+
+    def starts(*arguments: Any, **options: Any) -> Any:
+        processes.append(usual(*arguments, **options))
+        os.kill(os.getpid(), signal.SIGTERM)
+        return processes[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", starts)
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
+    try:
+        with pytest.raises(SystemExit):
+            launched.run([launched.Program("torch_symm.tools.hello_rank", ["cpu"], os.environ)] * 2, 30)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        ended = [process.poll() for process in processes]
+        for process in processes:
+            process.kill()
+    assert ended == [-signal.SIGKILL]
+
+
 REPORTS = """
 import os, signal, sys
 from torch_symm.launch.messages import MARK, send

@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -18,6 +19,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .messages import received
@@ -305,7 +307,8 @@ def run(programs: Sequence[Program], seconds: float) -> list[Ended]:
         for program in programs:
             command = [sys.executable, "-m", program.module, *program.arguments]
             given: Any = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe, "env": dict(program.environment)}
-            running.append(subprocess.Popen(command, text=True, errors="replace", **given))
+            with _handlers_run_at_the_end():
+                running.append(subprocess.Popen(command, text=True, errors="replace", **given))
         with ThreadPoolExecutor(len(running)) as pool:
             try:
                 return list(pool.map(lambda process: _ended(process, deadline), running))
@@ -315,6 +318,25 @@ def run(programs: Sequence[Program], seconds: float) -> list[Ended]:
                 raise
     finally:
         _kill(running)
+
+
+@contextmanager
+def _handlers_run_at_the_end() -> Iterator[None]:
+    """Delays handlers of SIGINT and SIGTERM, which may raise, so that no process is started and then forgotten."""
+    came: list[tuple[int, FrameType | None]] = []
+    here = threading.current_thread() is threading.main_thread()
+    handlers: dict[int, Any] = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if here and callable(handler := signal.getsignal(number)):
+                handlers[number] = handler
+                signal.signal(number, lambda *signal_and_frame: came.append(signal_and_frame))
+        yield
+    finally:
+        for known, handler in handlers.items():
+            signal.signal(known, handler)
+        for arrived, frame in came:
+            handlers[arrived](arrived, frame)
 
 
 def _kill(running: Sequence[subprocess.Popen[str]]) -> None:
@@ -331,7 +353,8 @@ def _ended(process: subprocess.Popen[str], deadline: float) -> Ended:
     try:
         output, errors = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        late = True
+        # A program that has ended may have left a child that holds its pipes.
+        late = process.poll() is None
         process.kill()
         try:
             output, errors = process.communicate(timeout=GRACE_S)
