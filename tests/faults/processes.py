@@ -202,7 +202,7 @@ def play(
         outcome = Outcome(pids=dict(enumerate(pids)))
         bystanders = {int(path.name.rpartition("-")[2]) for path in place.glob("bystander-*")}
         outcome.left["processes"] += resource_leaks.end_orphans(adopted, bystanders)
-        outcome.left["files"] += len(resource_leaks.shared_names() - names)
+        outcome.left["files"] += len(resource_leaks.left_names(names))
         outcome.left["files"] += sum(1 for name in ("tmp", "run") for _ in (place / name).iterdir())
         for rank in range(world):
             if rank in victims:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -48,6 +49,16 @@ def beyond(before: Counter[str], patience: float = 1.5) -> Counter[str]:
 def shared_names() -> set[str]:
     """Names in /dev/shm that a backend could have made."""
     return {entry.name for entry in Path("/dev/shm").iterdir() if "symm" in entry.name or "torch" in entry.name}
+
+
+def left_names(before: set[str]) -> set[str]:
+    """Names in /dev/shm since ``before``, except those with the pid of a process that runs: of another test."""
+    return {name for name in shared_names() - before if not _has_owner(name)}
+
+
+def _has_owner(name: str) -> bool:
+    pid = re.search(r"\d+", name)
+    return pid is not None and Path(f"/proc/{pid[0]}").exists()
 
 
 @contextlib.contextmanager

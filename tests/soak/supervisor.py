@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import signal
 import time
@@ -186,8 +187,13 @@ class Supervisor:
     def _check_remains(self) -> None:
         if left := [entry.name for entry in self.temporary.iterdir()]:
             raise Violation(f"left in TMPDIR: {left}")
-        if left := sorted(name for name in _shared() - self.shared if "symm" in name):
+        if left := sorted(name for name in _shared() - self.shared if "symm" in name and not self._of_others(name)):
             raise Violation(f"left in /dev/shm: {left}")
+
+    def _of_others(self, name: str) -> bool:
+        """Returns true if a name has the pid of a process that runs, such as one of a test beside this soak."""
+        pid = re.search(r"\d+", name)
+        return pid is not None and int(pid[0]) not in self.pids and Path(f"/proc/{pid[0]}").exists()
 
     def _stacks(self) -> str:
         self.forked.wait(0)
