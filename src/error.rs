@@ -52,6 +52,13 @@ impl ErrorKind {
     pub fn from_code(code: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| *kind as u8 == code)
     }
+
+    /// Returns the kind that an error of another rank, with this code there, has on this rank:
+    /// `Aborted` is only for the rank that aborted or was interrupted.
+    pub fn from_peer(code: u8) -> Option<Self> {
+        Self::from_code(code)
+            .map(|kind| if kind == ErrorKind::Aborted { ErrorKind::Peer } else { kind })
+    }
 }
 
 /// A failure: its kind and one lower-case sentence with the numbers.

@@ -84,7 +84,7 @@ impl JoinReply {
         let failure = match (code, reader.0) {
             (0, []) => None,
             (_, text) => Some(Error {
-                kind: ErrorKind::from_code(code)?,
+                kind: ErrorKind::from_peer(code)?,
                 message: std::str::from_utf8(text).ok()?.to_owned(),
             }),
         };

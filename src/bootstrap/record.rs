@@ -55,9 +55,10 @@ pub(super) struct RecordedError {
 }
 
 impl RecordedError {
+    /// Returns the error for the other ranks.
     pub(super) fn error(&self) -> Error {
         Error {
-            kind: ErrorKind::from_code(self.kind).unwrap_or(ErrorKind::Internal),
+            kind: ErrorKind::from_peer(self.kind).unwrap_or(ErrorKind::Internal),
             message: self.message.clone(),
         }
     }

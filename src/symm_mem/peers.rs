@@ -62,7 +62,7 @@ pub fn step(
                 text.trim_end_matches('\0')
             );
             return Err(Error {
-                kind: ErrorKind::from_code(message[0]).unwrap_or(ErrorKind::Internal),
+                kind: ErrorKind::from_peer(message[0]).unwrap_or(ErrorKind::Internal),
                 message: text,
             });
         }

@@ -98,10 +98,9 @@ impl<W: Atomic<u32>, B: Atomic<u8>, const TEXT: usize> FirstFailure<W, B, TEXT> 
         let bytes = (self.bytes.load(Ordering::Relaxed) as usize).min(TEXT);
         let text: Vec<u8> =
             self.text[..bytes].iter().map(|cell| cell.load(Ordering::Relaxed)).collect();
-        let kind = ErrorKind::from_code(self.kind.load(Ordering::Relaxed) as u8)
-            .unwrap_or(ErrorKind::Internal);
         let own = self.author.load(Ordering::Relaxed) == reader.0;
-        let kind = if kind == ErrorKind::Aborted && !own { ErrorKind::Peer } else { kind };
+        let read = if own { ErrorKind::from_code } else { ErrorKind::from_peer };
+        let kind = read(self.kind.load(Ordering::Relaxed) as u8).unwrap_or(ErrorKind::Internal);
         FailureState::Written(Error { kind, message: String::from_utf8_lossy(&text).into_owned() })
     }
 }

@@ -97,10 +97,7 @@ impl OobMessage {
             2 => rest.is_empty().then_some(Self::Heartbeat),
             3 => {
                 let (&code, message) = rest.split_first()?;
-                // `Aborted` is only for a rank that aborts the group itself.
-                let kind = ErrorKind::from_code(code)
-                    .filter(|&kind| kind != ErrorKind::Aborted)
-                    .unwrap_or(ErrorKind::Peer);
+                let kind = ErrorKind::from_peer(code).unwrap_or(ErrorKind::Peer);
                 Some(Self::Failed(Error { kind, message: text(message) }))
             }
             4 => {
