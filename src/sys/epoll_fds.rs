@@ -98,31 +98,33 @@ mod tests {
             "programs that are started get those of others still"
         );
         // SAFETY: the child calls only the fork handler of the code under test, `getpeername`,
-        // `pause` and `_exit`.
+        // `raise` and `_exit`.
         let child = unsafe { libc::fork() };
         if child == 0 {
             let connected = |socket: &TcpStream| socket.peer_addr().is_ok();
             let right = connected(&old) && connected(&free) && !connected(&new);
-            if !right {
-                // SAFETY: `_exit` takes any code.
-                unsafe { libc::_exit(1) };
-            }
-            // Lives until it is killed.
-            // SAFETY: waits for a signal.
-            unsafe { libc::pause() };
+            // SAFETY: stops this process, which is then killed; `_exit` takes any code.
+            unsafe {
+                if right {
+                    libc::raise(libc::SIGSTOP);
+                }
+                libc::_exit(1)
+            };
         }
+        let mut status = 0;
+        // SAFETY: `status` is valid for a write.
+        unsafe { libc::waitpid(child, &raw mut status, libc::WUNTRACED) };
+        assert!(libc::WIFSTOPPED(status), "the child saw something else: {status}");
         drop(new);
         let mut far = new_far;
         far.set_read_timeout(Some(Duration::from_secs(10))).expect("a timeout");
         // The end of the connection is visible although the child lives.
         let end = far.read(&mut [0]);
-        let mut status = 0;
         // SAFETY: `child` is our own; `status` is valid for a write.
         let waited = unsafe {
             libc::kill(child, libc::SIGKILL);
             libc::waitpid(child, &raw mut status, 0)
         };
         assert_eq!((waited, end.ok()), (child, Some(0)));
-        assert!(libc::WIFSIGNALED(status), "the child saw something else: {status}");
     }
 }

@@ -262,11 +262,14 @@ pub(crate) mod tests {
 
     /// Runs `body` in a forked child and returns its process id. The child exits with code 0 if
     /// `body` returns true. `body` may allocate (glibc repairs malloc in a child), but must not
-    /// take a lock that the parent held.
+    /// take a lock that the parent held. The kernel ends a child that lives for two minutes, whose
+    /// test waits for it in vain or has failed.
     pub(crate) fn forked(body: impl FnOnce() -> bool) -> i32 {
         // SAFETY: the child calls `body` and `_exit`.
         let child = unsafe { libc::fork() };
         if child == 0 {
+            // SAFETY: sets a timer.
+            unsafe { libc::alarm(120) };
             let body = std::panic::AssertUnwindSafe(body);
             let passed = std::panic::catch_unwind(body).unwrap_or(false);
             // SAFETY: `_exit` takes any code.

@@ -55,6 +55,8 @@ fn a_peer_that_is_killed_leaves_its_memory_to_those_who_use_it() {
             std::thread::sleep(PATIENCE);
         }
     });
+    // Without this end, a child that fails ends the parent's wait.
+    drop(to_parent);
     let (own, _) = heap(16);
     let _attention = own.attend().expect("runs");
     let peer = HeapAddress::decode(&reported(&from_child));
