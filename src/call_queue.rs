@@ -260,7 +260,7 @@ impl CallQueue {
                         self.run_job(state, job).call_completion(self);
                         lock(&self.state)
                     }
-                    None => self.nap(state, IDLE_WAKEUP, &mut interrupts),
+                    None => self.nap(state, ticket, IDLE_WAKEUP, &mut interrupts),
                 },
                 Some((limit, since)) => {
                     let Some(left) =
@@ -272,7 +272,7 @@ impl CallQueue {
                         );
                         break Err(Error::wait_timeout(text));
                     };
-                    self.nap(state, left, &mut interrupts)
+                    self.nap(state, ticket, left, &mut interrupts)
                 }
             };
         };
@@ -280,16 +280,20 @@ impl CallQueue {
         outcome
     }
 
-    /// Sleeps. Fails the group if a signal handler raises on this thread; the call then ends soon,
-    /// on the thread that runs it.
+    /// Sleeps. Fails the group if a signal handler raises on this thread before the call `ticket`
+    /// has ended; the call then ends soon, on the thread that runs it.
     fn nap<'a>(
         &'a self,
         state: MutexGuard<'a, QueueState>,
+        ticket: u64,
         limit: Duration,
         interrupts: &mut Option<Interrupts>,
     ) -> MutexGuard<'a, QueueState> {
         drop(self.sleep(state, limit.min(interrupt::SIGNAL_POLL)));
-        if interrupts.get_or_insert_default().check().is_err() {
+        // A handler may take seconds, and the call may end meanwhile.
+        if interrupts.get_or_insert_default().check().is_err()
+            && lock(&self.state).open.contains_key(&ticket)
+        {
             self.recorder.interrupted();
         }
         lock(&self.state)

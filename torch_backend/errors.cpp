@@ -15,8 +15,14 @@ std::exception_ptr make(const Status& status) {
       E({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, std::string(status.message)));
 }
 
-// The exception of a signal handler that was raised while this thread waited in the core.
-thread_local std::exception_ptr interrupt;
+// The exception of a signal handler that was raised while this thread waited in the core. A plain
+// pointer, because the end of a thread must not destroy it: Python may have ended before.
+thread_local std::exception_ptr* interrupt = nullptr;
+
+void keep_interrupt(std::exception_ptr error) {
+  const std::unique_ptr<std::exception_ptr> earlier(
+      std::exchange(interrupt, new std::exception_ptr(std::move(error))));
+}
 
 class PythonSignals final : public InterruptHandle {
  public:
@@ -30,7 +36,7 @@ class PythonSignals final : public InterruptHandle {
     }
     python_error error;
     error.persist();
-    interrupt = std::make_exception_ptr(std::move(error));
+    keep_interrupt(std::make_exception_ptr(std::move(error)));
     return true;
   }
 };
@@ -90,22 +96,35 @@ std::unique_ptr<InterruptHandle> python_signals() {
 }
 
 void rethrow_interrupt() {
-  if (interrupt) {
-    std::rethrow_exception(std::exchange(interrupt, nullptr));
+  if (interrupt != nullptr) {
+    const std::unique_ptr<std::exception_ptr> raised(std::exchange(interrupt, nullptr));
+    std::rethrow_exception(*raised);
+  }
+}
+
+void handle_signals() {
+  PythonSignals().is_pending();
+  rethrow_interrupt();
+}
+
+bool is_python_error(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const python_error&) {
+    return true;
+  } catch (...) {
+    return false;
   }
 }
 
 void check(const Status& status) {
+  rethrow_interrupt();
   if (status.kind != ErrorKind::None) {
-    rethrow_interrupt();
     std::rethrow_exception(exception_of(status));
   }
 }
 
 void check_store(const Status& status) {
-  if (status.kind == ErrorKind::None) {
-    return;
-  }
   rethrow_interrupt();
   switch (status.kind) {
     case ErrorKind::None:
@@ -134,7 +153,7 @@ Status status_of_store(const std::exception_ptr& error) {
   auto status = status_of(error);
   if (status.kind == ErrorKind::Aborted) {
     // torch's interface wraps a store of this package, whose `check_store` threw this exception.
-    interrupt = error;
+    keep_interrupt(error);
   }
   return status;
 }

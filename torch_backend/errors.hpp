@@ -37,12 +37,19 @@ std::exception_ptr exception_of(const Status& status);
 // Returns true if the exception of a call says that its deadline passed.
 bool timed_out(const std::exception_ptr& error);
 
-// Throws unless the status of a group is success.
+// Throws unless the status of a group is success and no signal handler has raised.
 void check(const Status& status);
 
 // If a signal handler raised an exception while this thread waited in the core, throws that
-// exception, which is why the call failed.
+// exception. The call has failed because of it, or has ended while the handler ran.
 void rethrow_interrupt();
+
+// Runs the handlers of signals that have arrived, and throws what one raises. Only Python's main
+// thread runs handlers.
+void handle_signals();
+
+// Returns true for an exception that Python code raised, such as a signal handler.
+bool is_python_error(const std::exception_ptr& error);
 
 // Throws unless the status of a store is success. The exception classes are those of torch's
 // stores, for code that catches them.

@@ -84,7 +84,10 @@ impl Messages {
                 continue;
             }
             self.fail_if_lost();
-            if interrupts.get_or_insert_default().check().is_err() {
+            // A handler may take seconds, and the message may end meanwhile.
+            if interrupts.get_or_insert_default().check().is_err()
+                && self.lock().open.contains(&ticket)
+            {
                 self.close(
                     &self.control.interrupted(&format!(
                         "a send or receive of group {:?}",

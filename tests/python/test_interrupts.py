@@ -101,6 +101,39 @@ def test_an_interrupted_wait_fails_the_group_on_all_ranks(rank: int, world_size:
     assert bool((tensor == world_size).all())
 
 
+@pytest.mark.parametrize("kind", ["collective", "message"])
+@pytest.mark.ranks(2)
+def test_an_exception_of_a_handler_during_which_the_call_ends_is_raised_by_its_wait(
+    rank: int, world_size: int, kind: str
+) -> None:
+    tensor = torch.full((3,), float(rank + 1))
+    if rank == 0:
+        message, deadline = kind == "message", time.monotonic() + 60
+        work = dist.irecv(tensor, 1) if message else dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+
+        def handler(_number: int, _frame: FrameType | None) -> None:
+            meet("handled", rank, world_size)
+            while not work.is_completed() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            raise KeyError("of the handler")
+
+        signal.signal(signal.SIGUSR1, handler)
+        once_blocked(signal.SIGUSR1)
+        with pytest.raises(KeyError, match="of the handler"):
+            work.wait(timedelta(seconds=50))
+    else:
+        meet("handled", rank, world_size)
+        if kind == "message":
+            dist.send(tensor, 0)
+        else:
+            dist.all_reduce(tensor)
+    assert tensor.tolist() == [2.0 if kind == "message" else 3.0] * 3
+    # The call has ended on both ranks, so the group stays.
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [4.0 if kind == "message" else 6.0] * 3
+
+
 # A rank of the same node that comes later reads of the interrupt in the store.
 @pytest.mark.parametrize("late", [0.0, 0.5])
 @pytest.mark.ranks(3, backend=None)

@@ -31,6 +31,9 @@ def test_a_wait_that_gives_up_leaves_the_call_alone(rank: int, world_size: int) 
                 work.wait(timedelta(seconds=0.2))
             assert 0.15 < time.monotonic() - start < 10
             assert not work.is_completed()
+            # A deadline that has passed is no "no limit".
+            with pytest.raises(torch_symm.SymmTimeoutError, match=r"0\.0 s"):
+                work.wait(timedelta(seconds=-1))
         meet("late", rank, world_size)
         for work in works:
             assert work.wait(timedelta(seconds=20))

@@ -188,16 +188,23 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::launch(
 }
 
 void ProcessGroupSymm::refused() const {
-  (*group_)->reject(status_of(std::current_exception()).message);
+  const auto error = std::current_exception();
+  // What a signal handler raises says nothing about the call, which may have ended.
+  if (!is_python_error(error)) {
+    (*group_)->reject(status_of(error).message);
+  }
   throw;
 }
 
 void ProcessGroupSymm::refused(int peer, int tag, bool send) const {
-  MessageSpec transfer{};
-  transfer.peer = peer;
-  transfer.tag = tag;
-  transfer.send = send;
-  (*group_)->reject_message(transfer, status_of(std::current_exception()).message);
+  const auto error = std::current_exception();
+  if (!is_python_error(error)) {
+    MessageSpec transfer{};
+    transfer.peer = peer;
+    transfer.tag = tag;
+    transfer.send = send;
+    (*group_)->reject_message(transfer, status_of(error).message);
+  }
   throw;
 }
 

@@ -120,7 +120,12 @@ StoreReply TorchStore::call(
 }
 
 bool TorchStore::extended() const {
-  return store_->hasExtendedApi();
+  try {
+    return store_->hasExtendedApi();
+  } catch (...) {
+    // A store written in Python, whose method raises. The core takes no exception here.
+    return false;
+  }
 }
 
 int64_t TorchStore::timeout_ms() const {

@@ -17,6 +17,8 @@ using Milliseconds = std::chrono::milliseconds;
 // Number of polls by a blocked host before it sleeps between polls.
 constexpr int kEagerLooks = 200;
 constexpr std::chrono::microseconds kNap(50);
+// How often a blocked host runs the handlers of signals.
+constexpr std::chrono::milliseconds kSignalInterval(100);
 // How much longer than its group's timeout a blocked host waits. A kernel's deadline counts from
 // the start of the kernel, and the kernel's error names the late ranks, while the error of the
 // host's wait cannot.
@@ -156,6 +158,7 @@ void DeviceWork::synchronize() {
 }
 
 bool DeviceWork::wait(Milliseconds timeout) {
+  timeout = wait_limit(timeout);
   synchronize();
   if (timeout.count() > 0 || opType_ == ::c10d::OpType::BARRIER || blocking_wait()) {
     block_host(timeout);
@@ -167,6 +170,7 @@ bool DeviceWork::wait(Milliseconds timeout) {
 
 void DeviceWork::block_host(Milliseconds timeout) {
   const auto begun = std::chrono::steady_clock::now();
+  auto handled = begun;
   const auto limit = timeout.count() > 0 ? timeout : getTimeout() + kKernelsFirst;
   for (int looks = 0;; ++looks) {
     {
@@ -175,13 +179,18 @@ void DeviceWork::block_host(Milliseconds timeout) {
         break;
       }
     }
-    if (std::chrono::steady_clock::now() - begun > limit) {
+    const auto now = std::chrono::steady_clock::now();
+    if (now - begun > limit) {
       wait_gave_up(limit);
     }
     if (looks < kEagerLooks) {
       std::this_thread::yield();
-    } else {
-      std::this_thread::sleep_for(kNap);
+      continue;
+    }
+    std::this_thread::sleep_for(kNap);
+    if (now - handled > kSignalInterval) {
+      handled = now;
+      handle_signals();
     }
   }
   rethrow();

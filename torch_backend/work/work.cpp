@@ -14,6 +14,10 @@ using Future = c10::intrusive_ptr<c10::ivalue::Future>;
 
 } // namespace
 
+std::chrono::milliseconds wait_limit(std::chrono::milliseconds timeout) {
+  return timeout.count() < 0 ? std::chrono::milliseconds(1) : timeout;
+}
+
 void wait_gave_up(std::chrono::milliseconds limit) {
   const auto text = c10::str(
       "wait() gave up after ", std::fixed, std::setprecision(1), limit.count() / 1000.0,
@@ -78,13 +82,13 @@ void WorkSymm::begun(uint64_t sequence, uint64_t ticket) {
 }
 
 void WorkSymm::rethrow() const {
+  rethrow_interrupt();
   std::exception_ptr error;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     error = exception_;
   }
   if (error) {
-    rethrow_interrupt();
     std::rethrow_exception(error);
   }
 }
@@ -96,7 +100,7 @@ bool WorkSymm::wait(std::chrono::milliseconds timeout) {
     completed = completed_;
   }
   if (!completed) {
-    check((*group_)->wait(ticket_, timeout.count()));
+    check((*group_)->wait(ticket_, wait_limit(timeout).count()));
   }
   Future future;
   {
@@ -247,6 +251,7 @@ void WorkCoalesced::synchronize() {
 }
 
 bool WorkCoalesced::wait(std::chrono::milliseconds timeout) {
+  timeout = wait_limit(timeout);
   // A longer time would overflow the clock.
   constexpr std::chrono::milliseconds longest = std::chrono::hours(24 * 365 * 100);
   const auto limit = std::chrono::steady_clock::now() + std::min(timeout, longest);
