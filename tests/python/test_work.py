@@ -261,9 +261,7 @@ def test_four_threads(rank: int, world_size: int) -> None:
     assert backend_of().get_sequence_number() == before + 801, "collectives count, messages do not"
 
 
-@pytest.mark.timed
-@pytest.mark.ranks(2)
-def test_the_gil_is_free_while_waiting(rank: int) -> None:
+def counts_while_waiting(rank: int, _world: int) -> None:
     window = symm_mem.rendezvous(symm_mem.empty(4, device="cpu"), dist.group.WORLD)
     tensor, counter, stop = torch.ones(10), 0, False
 
@@ -293,6 +291,12 @@ def test_the_gil_is_free_while_waiting(rank: int) -> None:
         assert rank == 1 or during > 20, f"{kind}: another thread ran {during} times in half a second"
     stop = True
     thread.join()
+
+
+# `--reruns` does not repeat tests with the mark for ranks, so this test starts its ranks itself.
+@pytest.mark.timed
+def test_the_gil_is_free_while_waiting() -> None:
+    run_ranks(counts_while_waiting, 2)
 
 
 @pytest.mark.ranks(2)
