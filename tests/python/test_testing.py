@@ -463,14 +463,30 @@ def test_torchs_case_class_keeps_its_verdicts(tmp_path: Path) -> None:
     assert "Process 1 exited with error code 10" in done.stderr
 
 
+class TwoArgumentsError(Exception):
+    """An exception that can be pickled but not unpickled."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(one + two)
+
+
 def test_run_ranks_reports_and_returns() -> None:
     assert run_ranks(lambda rank, world_size, text: text * rank, 3, "a", backend=None) == ["", "a", "aa"]
 
     def unpicklable(rank: int, world_size: int) -> object:
         return lambda: rank
 
-    with pytest.raises(RanksFailedError, match=r"rank [01] of 2 failed: what it returned cannot be pickled"):
-        testing.run_ranks(unpicklable, 2, backend=None)
+    def unloadable(rank: int, world_size: int) -> object:
+        return TwoArgumentsError(rank, world_size)
+
+    def without_output(rank: int, world_size: int) -> int:
+        sys.stdout, sys.stderr = None, None  # type: ignore[assignment]
+        return rank
+
+    assert run_ranks(without_output, 2, backend=None) == [0, 1]
+    for body in (unpicklable, unloadable):
+        with pytest.raises(RanksFailedError, match=r"rank [01] of 2 failed: what it returned cannot be pickled"):
+            testing.run_ranks(body, 2, backend=None)
     for size, timeout in ((0, 60.0), (-1, 60.0), (2, 0.0), (2, -1.0), (2, float("nan"))):
         with pytest.raises(ValueError, match="timeout is" if size > 0 else "world_size is"):
             testing.run_ranks(lambda rank, world_size: None, size, backend=None, timeout=timeout)

@@ -175,6 +175,8 @@ def serve(order: Order, rank: int, parent: int) -> None:
         _flush()
         try:
             content = pickle.dumps(outcome)
+            # The launcher would raise the error without the name of the rank.
+            pickle.loads(content)
         except Exception as error:
             outcome = Outcome("failed", f"what it returned cannot be pickled: {error}", when=time.monotonic())
             content = pickle.dumps(outcome)
@@ -189,7 +191,8 @@ def serve(order: Order, rank: int, parent: int) -> None:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with contextlib.suppress(Exception):  # The body may have closed the stream, or set it to None
+            stream.flush()
 
 
 def _run(order: Order, rank: int) -> Outcome:
