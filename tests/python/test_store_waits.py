@@ -38,17 +38,19 @@ def refused(body: Callable[[], object], limit_s: float, *words: str) -> None:
 
 @all_stores
 def test_a_wait_names_the_keys_that_did_not_come_at_its_limit_or_the_stores(kind: str, tmp_path: Path) -> None:
-    store = Meeting(kind, tmp_path).open(0.1)
+    store = Meeting(kind, tmp_path).open()
     store.set("here", "1")
-    assert store.timeout == seconds(0.1)
     place = ("127.0.0.1",) if kind in ("tcp", "tcp-secret") else ()
     refused(lambda: store.wait(["here", "gone", "lost"], seconds(0.2)), 0.2, 'gone"', 'lost"', "2 keys of 3", *place)
     refused(lambda: store.wait(["gone"], seconds(0.001)), 0.0, 'gone"')
+    store.set_timeout(seconds(0.1))
+    assert store.timeout == seconds(0.1)
     refused(lambda: store.get("gone"), 0.1, 'gone"')
     refused(lambda: store.wait(["here", "gone"]), 0.1, 'gone"')
     refused(lambda: store.multi_get(["here", "gone"]), 0.1, 'gone"')
     store.set_timeout(seconds(0.2))
     refused(lambda: store.get("gone"), 0.2, 'gone"')
+    store.set_timeout(seconds(LIMIT_S))
     assert store.get("here") == b"1"
 
 
@@ -85,9 +87,11 @@ def test_queues_in_both_directions_and_empty_ones(kind: str, tmp_path: Path) -> 
             assert store.queue_pop("answers") == f"{i}!".encode()
 
     on_threads([lambda: answer(meeting.open()), lambda: ask(meeting.open())])
-    store = meeting.open(0.2)
+    store = meeting.open()
     store.set("queue", "a value is no queue")
+    store.set_timeout(seconds(0.2))
     refused(lambda: store.queue_pop("queue"), 0.2, 'queue"')
+    store.set_timeout(seconds(LIMIT_S))
     with pytest.raises(dist.QueueEmptyError, match="empty"):
         store.queue_pop("queue", block=False)
     assert store.queue_len("queue") == 0 and store.has_extended_api()
@@ -140,14 +144,16 @@ def test_a_barrier_opens_for_all_or_names_the_ranks_that_did_not_come(kind: str,
             assert min(arrived) >= turn
 
     on_threads([partial(body, rank) for rank in range(size)])
-    store, other = meeting.open(0.2), meeting.open(0.2)
+    store, other = meeting.open(), meeting.open()
     # A file is removed when its last user has left it.
     assert kind == "file" or store.num_keys() == size + 2, "the turns of a barrier use the same keys"
 
     def late(store: dist.Store, rank: int, limit_s: float, **options: object) -> None:
         refused(lambda: store.rank_barrier("late", rank, size, **options), limit_s, "ranks 1 and 3", "of 4")
 
-    on_threads([lambda: late(store, 0, 0.2), lambda: late(other, 2, 0.4, timeout=seconds(0.4))])
+    # Both threads must arrive before the first limit.
+    store.set_timeout(seconds(2))
+    on_threads([lambda: late(store, 0, 2), lambda: late(other, 2, 2.2, timeout=seconds(2.2))])
     for rank in (4, -1):
         with pytest.raises(ValueError, match=f"rank {rank}"):
             store.rank_barrier("wrong", rank, size)
@@ -218,10 +224,12 @@ def interrupted(body: Callable[[], object], expected: type[BaseException] = Keyb
     timer = threading.Timer(0.15, lambda: os.kill(os.getpid(), signal.SIGINT))
     started = time.monotonic()
     timer.start()
-    with pytest.raises(expected):
-        body()
-    assert time.monotonic() - started < LIMIT_S / 4
-    timer.join()
+    try:
+        with pytest.raises(expected):
+            body()
+        assert time.monotonic() - started < LIMIT_S / 4
+    finally:
+        timer.join()
 
 
 @interrupts
@@ -260,9 +268,11 @@ def test_what_a_handler_raises_comes_out_and_one_that_raises_nothing_interrupts_
     interrupted(lambda: store.get("never"), Alarm)
     called: list[int] = []
     signal.signal(signal.SIGINT, lambda number, _: called.append(number))
-    threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    timer = threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
     with pytest.raises(dist.DistStoreError, match="timeout"):
-        store.wait(["never"], seconds(0.4))
+        store.wait(["never"], seconds(1))
+    timer.join()
     assert called == [signal.SIGINT]
 
 
