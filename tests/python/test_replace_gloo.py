@@ -150,7 +150,7 @@ def after_a_failure(rank: int, world: int) -> None:
 
     native._GlooSubstitute = fails if rank == 1 else substitute
     with pytest.raises(RuntimeError):
-        init(rank, world, "gloo", timeout=1)
+        init(rank, world, "gloo", timeout=4)
     # Without an open store, the file would go with the groups.
     store = file_store("default", world)
     meet("failed", rank, world)
@@ -242,11 +242,11 @@ def one_replaces(rank: int, world: int) -> None:
     if rank == 0:
         torch_symm.replace_gloo()
         with pytest.raises(dist.DistStoreError, match=r"waits for rank 1, which .* lack SYMM_REPLACE_GLOO=1"):
-            init(rank, world, "gloo", timeout=1)
+            init(rank, world, "gloo", timeout=4)
         meet("refused", rank, 1)
     else:
         with pytest.raises(RuntimeError):
-            init(rank, world, "gloo", timeout=1)
+            init(rank, world, "gloo", timeout=4)
 
 
 def test_ranks_that_do_not_all_replace_are_told() -> None:
@@ -370,7 +370,7 @@ def test_what_both_refuse_raises_as_before() -> None:
 
 def one_calls_with_several(rank: int, world: int) -> None:
     torch_symm.replace_gloo()
-    init(rank, world, "gloo", timeout=1)
+    init(rank, world, "gloo", timeout=4)
     backend = dist.group.WORLD._get_backend(CPU)
     with pytest.raises(RuntimeError):
         if rank == 0:
