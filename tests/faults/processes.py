@@ -7,7 +7,6 @@ import os
 import pickle
 import re
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch_symm.launch.ranks import Forked
+from torch_symm.tools.doctor.smoke_test import free_port
 
 from . import resource_leaks
 from .case import CRASH, GONE, HANG, RIGHT, WRONG, Case, Outcome, Promise, Saw, add
@@ -154,13 +154,6 @@ class Stage:
             if answer in (None, True)
             else Saw(WRONG, "it returned as if all were well", seconds)
         )
-
-
-def free_port() -> int:
-    """A free port of the loopback interface."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 Body = Callable[[Stage, int], Saw | None]

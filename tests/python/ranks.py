@@ -9,7 +9,6 @@ from __future__ import annotations
 import faulthandler
 import re
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ import torch_symm._group
 from torch_symm import _native, testing
 from torch_symm.launch.ranks import fork
 from torch_symm.testing._rank import log_to as redirect
+from torch_symm.tools.doctor.smoke_test import free_port as free_port
 
 _native.load()
 
@@ -62,13 +62,6 @@ def init(rank: int, world_size: int, backend: str = "symm", timeout: float = 60,
 def backend_of(group: Any = None) -> Any:
     """The backend for the CPU tensors of a group, or of the default group."""
     return (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
-
-
-def free_port() -> int:
-    """A free port of the loopback interface."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def meet(name: str, rank: int, world_size: int, timeout: float = 30) -> None:

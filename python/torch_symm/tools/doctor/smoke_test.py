@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import socket
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from torch_symm.launch.messages import sentence
@@ -29,6 +32,7 @@ LAUNCHERS = (
     "SYMM_TRACE_DIR",
 )
 REMEDY = "docs/guide/errors.md has the messages and what to do about each"
+_ports = itertools.count()
 
 
 def trial(device: str) -> Section:
@@ -78,13 +82,27 @@ def transport(device: str, logs: str) -> tuple[bool, str]:
     return direct, "through GPU memory" if direct else "through the host's memory"
 
 
+def free_port() -> int:
+    """Returns a free port of the loopback interface that the kernel assigns to no process which requests any port."""
+    below = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    lowest = min(10_000, below // 2)
+    while True:
+        # Concurrent processes start at different ports.
+        port = lowest + (os.getpid() * 31 + next(_ports)) % (below - lowest)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 def children(module: str, device: str, ranks: int, folder: str) -> list[Program]:
     """Returns ranks that run ``module`` with ``device``, meet at a free port of this node, and log to their output."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    plain |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    plain |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": "1",
+    }
     # The log tells the outcome; dumps of a failure are not kept.
     plain |= {"SYMM_LOG": "info", "SYMM_TRACE_DIR": folder}
     each = [plain | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
