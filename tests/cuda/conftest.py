@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,13 +11,13 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "python")]
 
-from limits import ends_after  # noqa: E402 - needs the path
+from dumps import temporary_folder  # noqa: E402 - needs the path
+from limits import ends_after  # noqa: E402
 from pool import Pool  # noqa: E402
 from torch_symm.tools.bench.machine import MULTICAST_SETTINGS  # noqa: E402
 
 # Groups fail on purpose here: their dumps go to a separate directory.
-dumps = tempfile.TemporaryDirectory(prefix="symm-dumps-")
-os.environ["SYMM_TRACE_DIR"] = dumps.name
+os.environ["SYMM_TRACE_DIR"] = temporary_folder()
 
 #: Seconds that any single test may take; the ranks' own limits are shorter.
 LIMIT_S = 300.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,14 +13,14 @@ import torch
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "python")]
 sys.path.append(str(Path(__file__).parents[1]))
 
-from limits import ends_after  # noqa: E402 - found by the line above
+from dumps import temporary_folder  # noqa: E402 - found by the lines above
+from limits import ends_after  # noqa: E402
 
 # Forked ranks must not inherit a pool of threads.
 torch.set_num_threads(1)
 
 # Groups fail on purpose here: their dumps go to a separate directory.
-dumps = tempfile.TemporaryDirectory(prefix="symm-dumps-")
-os.environ["SYMM_TRACE_DIR"] = dumps.name
+os.environ["SYMM_TRACE_DIR"] = temporary_folder()
 
 
 @pytest.fixture(autouse=True)

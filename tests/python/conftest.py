@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benches"))
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1]))
 
+from dumps import temporary_folder
 from limits import ends_after
 from torch_symm.launch import ranks as launched
 
@@ -28,8 +28,7 @@ for name in ("CI", "BUILD_NUMBER"):
 torch.set_num_threads(1)
 
 # Groups fail on purpose here: their dumps go to a separate directory.
-dumps = tempfile.TemporaryDirectory(prefix="symm-dumps-")
-os.environ["SYMM_TRACE_DIR"] = dumps.name
+os.environ["SYMM_TRACE_DIR"] = temporary_folder()
 
 #: Seconds that any single test may take; the ranks' own limits are shorter.
 LIMIT_S = 240.0

@@ -1,8 +1,24 @@
-"""Dumps of calls as ``torch_symm.trace()`` returns them, for tests of their readers."""
+"""Dumps of calls as ``torch_symm.trace()`` returns them, for tests of their readers; a folder for the real ones."""
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
+import tempfile
 from typing import Any
+
+
+def temporary_folder() -> str:
+    """Makes a folder that this process removes at its exit. A forked rank that runs the exit functions keeps it."""
+    folder, owner = tempfile.mkdtemp(prefix="symm-dumps-"), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return folder
 
 
 def call(number: int, created_ns: int, **more: Any) -> dict[str, Any]:
