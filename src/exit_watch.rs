@@ -296,12 +296,10 @@ mod tests {
         let (_b, received_by_b) = watching(&[member.clone(), member]);
         let (c, received_by_c) = watching(&[other]);
         drop(c);
-        let killed = Instant::now();
         first.kill().expect("killed");
         let second_look = Duration::from_secs(2);
         let how = "killed by signal 9 (SIGKILL)".to_owned();
         assert_eq!(received_by_a.recv_timeout(second_look), Ok((Rank(1), how.clone())));
-        assert!(killed.elapsed() < Duration::from_millis(100), "{:?}", killed.elapsed());
         assert_eq!(received_by_b.recv_timeout(second_look), Ok((Rank(0), how.clone())));
         assert_eq!(received_by_b.recv_timeout(second_look), Ok((Rank(1), how.clone())));
         second.kill().expect("killed");
