@@ -195,6 +195,8 @@ def ends_in_multiprocessing(place: str) -> None:
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_a_process_of_multiprocessing_leaves_no_file(method: str, tmp_path: Path) -> None:
+    # The other tests of this process use the same fork server. They need torch in it (launch/ranks.py).
+    get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed.tensor"])
     child = get_context(method).Process(target=ends_in_multiprocessing, args=(str(tmp_path),))
     child.start()
     child.join(120)
