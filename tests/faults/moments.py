@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -184,9 +187,19 @@ def _(stage: Stage, rank: int) -> Saw:
     return saw
 
 
-def sockets() -> set[str]:
-    """Names of the sockets of groups on this node."""
-    return {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "@symm-" in line}
+def sockets() -> dict[str, str]:
+    """Inodes of the sockets of groups on this node, by name."""
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines() if "@symm-" in line]
+    return {fields[-1]: fields[-2] for fields in lines}
+
+
+def own_sockets() -> list[str]:
+    """Names of the sockets of groups that this process has open."""
+    opened = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            opened.add(os.readlink(f"/proc/self/fd/{name}"))
+    return [name for name, inode in sockets().items() if f"socket:[{inode}]" in opened]
 
 
 def all_killed(side: str) -> Outcome:
@@ -196,18 +209,19 @@ def all_killed(side: str) -> Outcome:
         dist.all_reduce(torch.zeros(1 << 20))
         dist.new_group()
         dist.barrier()
+        (Path(folder) / str(rank)).write_text("\n".join(own_sockets()))
         stage.meet("all", rank, range(WORLD))
         die()
         return Saw(WRONG)
 
-    before = sockets()
-    outcome = play(body, side)
-    # Other groups of this node may start and end meanwhile.
-    left, deadline = sockets() - before, time.monotonic() + 30
-    while left and time.monotonic() < deadline:
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = play(body, side)
+        held = {name for path in Path(folder).iterdir() for name in path.read_text().split()}
+    deadline = time.monotonic() + 30
+    while held & sockets().keys() and time.monotonic() < deadline:
         time.sleep(0.1)
-        left &= sockets()
-    outcome.figures["sockets_left"] = float(len(left))
+    if held or side != "symm":
+        outcome.figures["sockets_left"] = float(len(held & sockets().keys()))
     return outcome
 
 
