@@ -154,11 +154,11 @@ def late_warnings(stage: Stage, rank: int) -> list[str]:
     env={"SYMM_LOG": "warn"},
 )
 def _(stage: Stage, rank: int) -> Saw:
-    stage.shorten(0.8)
+    stage.shorten(4)
     for turn in range(3):
         stage.meet(f"late-{turn}", rank, range(2))
         if rank == 1:
-            time.sleep(0.5)
+            time.sleep(2.3)
         dist.all_reduce(torch.ones(10))
     warnings = late_warnings(stage, rank)
     right = (len(warnings) == 1 and "rank 1: pid" in warnings[0]) if rank == 0 else not warnings
