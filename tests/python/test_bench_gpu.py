@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from gpu_shared import write_json
 from gpu_table import progress_line, write_tables
-from ranks import spawn_rank
+from ranks import backend_of, spawn_rank
 from torch_symm.launch import ranks as launched
 from torch_symm.launch.watch import Progress, RankActivity
 from torch_symm.tools.bench.gpu import inputs, launch
@@ -176,7 +176,8 @@ def broken(name: str, op: str, run: Callable[[Setting], None], timeout_s: float 
         return GpuCall(usual.reset, (lambda: run(at)) if at.rank == 1 else usual.run, usual.check)
 
     def make(device: torch.device, size: int) -> GpuSide:
-        group = dist.new_group(backend="symm", timeout=timedelta(seconds=timeout_s))
+        group = dist.new_group(backend="symm", timeout=timedelta(seconds=20))
+        backend_of(group)._set_default_timeout(timedelta(seconds=timeout_s))
         usual = cpu_sides()["symm"](device, size)
         return GpuSide(name, group, usual.place, builders={**ORDINARY, op: build}, keep=[usual])
 
@@ -206,7 +207,7 @@ def some_broken() -> Mapping[str, Maker]:
         "cannot be made": die_when_made,
         "dies": broken("dies", "all_gather", lambda _: os._exit(7)),
         "hangs": broken("hangs", "all_gather", lambda _: time.sleep(1000)),
-        "times out": broken("times out", "all_gather", lambda _: None, timeout_s=1.0),
+        "times out": broken("times out", "all_gather", lambda _: None, timeout_s=3.0),
     }
 
 

@@ -72,7 +72,7 @@ class Server:
         command = [sys.executable, str(HERE / "server.py"), self.world]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
-        answer = self.read(60)
+        answer = self.read(180)  # torch's imports
         assert "ready" in answer, answer["detail"]
 
     def read(self, limit_s: int) -> dict[str, str]:
