@@ -21,7 +21,10 @@ use symm::store::Store;
 use symm::sys::required;
 
 /// Timeout of the join during which a rank is killed.
-const TIMEOUT: Duration = Duration::from_millis(1500);
+const TIMEOUT: Duration = Duration::from_secs(4);
+/// Nanoseconds within which ranks that wait for an absent rank notice an exit. They poll the others
+/// at intervals that double up to 800 ms, and may get their core late.
+const SOON_NS: u64 = 3_000_000_000;
 /// Number of concurrent jobs for each victim.
 const JOBS: usize = 4;
 
@@ -194,18 +197,15 @@ fn killed_at(victim: u32, last: u64) -> (bool, u64) {
             // call and so counts as a leftover.
             assert!(report.message.contains(&format!("rank {victim}")), "{case}");
             // On a busy node the victim may start after the others timed out. But a rank that still
-            // waits a second after the victim's exit must not time out: it must report the exit.
-            assert!(
-                !(awaited && record) || report.at.saturating_sub(died) < 1_000_000_000,
-                "{case}"
-            );
+            // waits 3 s after the victim's exit must not time out: it must report the exit.
+            assert!(!(awaited && record) || report.at.saturating_sub(died) < SOON_NS, "{case}");
         } else {
             assert!(report.kind == ErrorKind::Peer as u8 && named, "{case}");
             // A rank that waits for an absent rank polls the others at growing intervals, so it may
-            // notice an exit up to a second later.
-            assert!(!awaited || report.at.saturating_sub(died) < 1_000_000_000, "{case}");
+            // notice an exit later.
+            assert!(!awaited || report.at.saturating_sub(died) < SOON_NS, "{case}");
         }
-        assert!(report.seconds < TIMEOUT.as_secs_f64() + 1.0, "{case}");
+        assert!(report.seconds < TIMEOUT.as_secs_f64() + 3.0, "{case}");
         assert_eq!(report.left, "", "{case}");
     }
     start(&mut job, victim, Part::Successor);
