@@ -1,11 +1,13 @@
 //! Finds the inter-node backends of a group, and its node map.
 
+use super::rail::Life;
 use crate::bootstrap::{self, Discovered, JoinOptions, Joined, MultiNodeRanks};
 use crate::config::{Config, InterNodeBackends, InterNodeChoice};
 use crate::error::{Error, Result};
 use crate::lock::lock;
 use crate::mem::layout::MAX_RANKS;
 use crate::node_map::{NodeMap, RankLocation, advice};
+use crate::rank::Rank;
 use crate::store::Store;
 use crate::sys::fork::PerProcess;
 use crate::trace;
@@ -20,6 +22,8 @@ pub(super) struct DefaultGroupNodes {
     pub(super) placements: Vec<RankLocation>,
     /// Its inter-node backends.
     choice: InterNodeChoice,
+    /// Its random id, once its nodes have connected.
+    pub(super) life: Option<Life>,
 }
 
 static KNOWN: PerProcess<Mutex<Option<DefaultGroupNodes>>> = PerProcess::new(|| Mutex::new(None));
@@ -27,6 +31,45 @@ static KNOWN: PerProcess<Mutex<Option<DefaultGroupNodes>>> = PerProcess::new(|| 
 /// Returns the placement of the default group, if it spans nodes.
 pub(super) fn known() -> Option<DefaultGroupNodes> {
     lock(KNOWN.get()).clone()
+}
+
+/// Records the random id of the default group.
+pub(super) fn note_life(life: Life) {
+    if let Some(known) = &mut *lock(KNOWN.get()) {
+        known.life = Some(life);
+    }
+}
+
+/// Returns the first of `members`, ranks in the default group, that an open group of this process
+/// has lost, by its index, and the failure of that group.
+pub(super) fn lost(members: impl Iterator<Item = Rank>) -> Option<(Rank, Error)> {
+    let failures = trace::peer_failures();
+    if failures.is_empty() {
+        return None;
+    }
+    let placements = known()?.placements;
+    let members: Vec<Rank> = members.collect();
+    failures.into_iter().find_map(|(group, globals, failure)| {
+        // The pids in the failure must be those of the present default group, because a rank that
+        // has joined again is another process.
+        let placed = globals.iter().map(|&global| placements.get(global as usize).cloned());
+        let layout = NodeMap::of(&placed.collect::<Option<Vec<_>>>()?);
+        let lost = |member: &Rank| {
+            let rank = globals.iter().position(|&global| global == member.0);
+            rank.is_some_and(|rank| is_lost(&layout, Rank(rank as u32), &group, &failure.message))
+        };
+        let at = members.iter().position(lost)?;
+        Some((Rank(at as u32), failure))
+    })
+}
+
+/// Returns true if `failure`, of the group of this name and node map, says that `rank` or its node
+/// is lost. The first failure of a group reaches all ranks only as text.
+fn is_lost(layout: &NodeMap, rank: Rank, group: &str, failure: &str) -> bool {
+    let who = [layout.describe(rank), layout.name_node(layout.node_of(rank))];
+    let says = |who: &String, how| failure.contains(&format!("{who} of group \"{group}\" {how}"));
+    who.iter()
+        .any(|who| ["has ended", "is gone", "has not answered"].iter().any(|how| says(who, how)))
 }
 
 /// Returns the inter-node backends of the group that `options` name: those that `named` selects, or
@@ -113,6 +156,7 @@ pub fn find(
                 *lock(KNOWN.get()) = Some(DefaultGroupNodes {
                     placements: apart.placements.clone(),
                     choice: choice.clone(),
+                    life: None,
                 });
             }
             GroupLocation::MultiNode(Box::new(MultiNodeJoin {
@@ -135,4 +179,33 @@ fn layout(known: &DefaultGroupNodes, options: &JoinOptions) -> Option<NodeMap> {
     let placements: Option<Vec<_>> =
         globals.map(|global| known.placements.get(global).cloned()).collect();
     placements.map(|placements| NodeMap::of(&placements))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_failure_that_names_a_rank_or_its_node_as_lost_counts() {
+        let place = |(pid, node): (u32, &str)| RankLocation { pid, ..RankLocation::on(node) };
+        let layout = NodeMap::of(&(100..).zip(["a", "a", "b"]).map(place).collect::<Vec<_>>());
+        let cases = [
+            ("rank 0 (node \"a\", pid 100) of group \"g\" has ended (killed by signal 9)", "0"),
+            ("rank 2 waited for rank 0 (node \"a\", pid 100) of group \"g\" has ended (gone)", "0"),
+            ("rank 1 (node \"a\", pid 101) of group \"g\" is gone: its connection has ended", "1"),
+            ("node \"a\" (ranks 0 and 1) of group \"g\" has not answered for 5.0 s", "0 1"),
+            ("node \"b\" (rank 2) of group \"g\" is gone: all its connections have ended", "2"),
+            // An earlier process, a rank that lives, and a group with other numbers.
+            ("rank 0 (node \"a\", pid 99) of group \"g\" has ended (gone)", ""),
+            ("rank 0 (node \"a\", pid 100) of group \"g\" left the group", ""),
+            ("rank 0 (node \"a\", pid 100) of group \"h\" has ended (gone)", ""),
+        ];
+        for (failure, expected) in cases {
+            let lost: Vec<String> = (0..3)
+                .filter(|&rank| is_lost(&layout, Rank(rank), "g", failure))
+                .map(|rank| rank.to_string())
+                .collect();
+            assert_eq!(lost.join(" "), expected, "{failure}");
+        }
+    }
 }

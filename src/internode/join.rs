@@ -7,9 +7,11 @@
 //! Creating a rail waits for peers and does not check for failures, so it runs on a separate thread
 //! while the joining thread polls for failures.
 
+mod failures;
+
 use super::agreed_settings::{self, AgreedSettings};
 use super::cuda::CudaInternode;
-use super::discovery::MultiNodeJoin;
+use super::discovery::{self, MultiNodeJoin};
 use super::executor::{INTER_NODE_GRACE, INTRA_NODE_GRACE};
 use super::local_node::{IntraNodeRanks, LocalCallState};
 use super::oob::{HubAnnouncement, OobConnector, OobTimeouts};
@@ -37,15 +39,12 @@ use crate::sys::{interrupt, thread};
 use crate::trace;
 use crate::transport::{GivenUp, HOST, Seat, Transports};
 use std::borrow::Cow;
-use std::cell::Cell;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Condvar};
 use std::time::{Duration, Instant};
 
 /// Poll interval for the group's failure while a rail is created.
 const INTERNODE_POLL: Duration = Duration::from_millis(20);
-/// Interval between two readings of all ranks' records, for each rank.
-const RECORDS_POLL: Duration = Duration::from_millis(50);
 /// Length of the text that the first rank of a node sends after the group's `Life`: the inter-node
 /// backends, and the members.
 const NAMES: usize = 512;
@@ -111,14 +110,9 @@ impl<'a> InternodeJoin<'a> {
             purpose,
         );
         let (node_map, records) = (Arc::new(layout), apart);
-        Ok(Self { options, across, backends, store, node_map, records, rank, limit })
-    }
-
-    /// Ends the ranks' search for each other in `store` with the outcome of joining.
-    pub fn end(self, store: &dyn Store, failed: Option<&Error>) {
-        if let Some(records) = self.records {
-            records.end(store, failed);
-        }
+        let joining = Self { options, across, backends, store, node_map, records, rank, limit };
+        joining.forget_failure();
+        Ok(joining)
     }
 
     /// Joins the ranks of this node; `group` creates a group of them.
@@ -189,7 +183,7 @@ impl<'a> InternodeJoin<'a> {
             times: OobTimeouts::default(),
             backends: format!("{backends}{BETWEEN_NAMES}{members}"),
             late: &|| self.late(),
-            failed: &self.recorded_failures(),
+            failed: &self.failures(),
         };
         let (news, told) = meeting.connect().map_err(|error| health.fail(error))?;
         let failed = |error: Error| {
@@ -223,6 +217,9 @@ impl<'a> InternodeJoin<'a> {
         let name = told.life.name("symm-rail", local);
         let address = has_rail
             .then(|| Address { store: &self.store, keys: addresses(&name, node).collect() });
+        if options.is_default {
+            discovery::note_life(told.life);
+        }
         let rail = if has_rail {
             Some(self.made(&transports, health, name).map_err(failed)?)
         } else {
@@ -276,46 +273,9 @@ impl<'a> InternodeJoin<'a> {
         Ok((Arc::clone(&internode), Joiner { internode, chosen, address }))
     }
 
-    /// Returns a function that returns the error of a rank that could not join, if one has recorded
-    /// it. It reads the records rarely, because a rank that joins at once needs none of them.
-    fn recorded_failures(&self) -> impl Fn() -> Option<Error> {
-        let interval = RECORDS_POLL * self.node_map.size() as u32;
-        let next = Cell::new(Instant::now() + interval);
-        move || {
-            let due = Instant::now() >= next.get();
-            due.then(|| next.set(Instant::now() + interval))?;
-            self.records.as_ref()?.failure(&self.store)
-        }
-    }
-
     /// Returns the time that is left for joining.
     pub fn left(&self) -> Duration {
         self.limit.remaining().unwrap_or_default()
-    }
-
-    /// Returns the error for the timeout that names the late ranks of nodes whose other ranks have
-    /// arrived, if there are any.
-    fn late(&self) -> Option<Error> {
-        let (mut late, layout, group) = (Vec::new(), &self.node_map, &self.options.group);
-        for node in 0..layout.num_nodes() {
-            let members = layout.ranks_of(node);
-            let store = PrefixStore::new(&inside(layout, node), &self.store);
-            // Ranks that have found each other have removed their keys. So if no key of a node
-            // exists, its ranks may have joined, and do not count as late.
-            let announced =
-                bootstrap::announced(&store, group, &Config::get().restart, members.len() as u32)
-                    .ok()?;
-            let waited_for = (0..)
-                .map(Rank)
-                .zip(members)
-                .filter(|(local, _)| !announced.is_empty() && !announced.contains(local));
-            late.extend(waited_for.map(|(_, &rank)| layout.describe(rank)));
-        }
-        let (me, late) = (layout.describe(self.rank), (!late.is_empty()).then(|| late.join(", "))?);
-        Some(Error::timeout(format!(
-            "{me} waited {:.1} s for {late} to join group \"{group}\"",
-            self.limit.elapsed().as_secs_f64()
-        )))
     }
 
     /// Returns the hub's settings on all ranks of this node; the first rank has received them in

@@ -70,6 +70,12 @@ pub fn ended(global: u32) -> Option<String> {
     lock(&JOURNAL.get().groups).ended(global)
 }
 
+/// Returns the open groups of this process that have failed because of a peer: the name of each,
+/// the ranks of its members in the default group, and the failure.
+pub fn peer_failures() -> Vec<(String, Vec<u32>, Error)> {
+    lock(&JOURNAL.get().groups).peer_failures()
+}
+
 /// Records the calls of one rank in one group.
 pub struct GroupRecorder {
     journal: &'static FlightRecorder,

@@ -246,6 +246,19 @@ impl Registry {
             })
     }
 
+    /// Returns the open groups that have failed because of a peer: the name of each, the ranks of
+    /// its members in the default group, and the failure.
+    pub(super) fn peer_failures(&self) -> Vec<(String, Vec<u32>, Error)> {
+        let open = self.records.iter().filter(|record| record.left == 0);
+        open.filter_map(|record| {
+            let control = record.control.upgrade()?;
+            let failure = control.failure().or_else(|| control.dead())?;
+            let of_peer = failure.kind == ErrorKind::Peer;
+            of_peer.then(|| (record.name.clone(), record.global_ranks.clone(), failure))
+        })
+        .collect()
+    }
+
     /// Returns the records of all known groups, in the order in which they were joined.
     pub(super) fn records(&self) -> Vec<GroupRecord> {
         self.records.clone()

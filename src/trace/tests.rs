@@ -252,6 +252,9 @@ fn a_failure_is_kept_with_what_was_known_of_the_peers() {
     recorder.note_failure(&control.fail(Error::peer("rank 2 has ended")));
     control.begin(42, Collective::AllReduce);
     recorder.note_failure(&Error::peer("a later one"));
+    let failures = || crate::lock::lock(&journal.groups).peer_failures();
+    let known = ("failing".to_owned(), vec![10, 11, 12], Error::peer("rank 2 has ended"));
+    assert_eq!(failures(), [known]);
     let dump = rendered(journal);
     let group = &dump["groups"][1];
     assert_eq!(

@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -92,6 +93,18 @@ def _message_refused(stage: Stage, rank: int) -> Saw:
     return saw
 
 
+def _new_group_after_a_death(stage: Stage, rank: int) -> Saw:
+    """Rank 0 is killed, and the others make a group with it once the default group has noticed that."""
+    dist.barrier()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not stage.observe(dist.barrier).raised:
+        pass
+    saw = stage.observe(lambda: dist.new_group(timeout=timedelta(seconds=30)) is None)
+    stage.meet("seen", rank, range(1, stage.world))
+    return saw
+
+
 OTHERS = (WORLD // 2, WORLD - 1)
 LAYOUT = (WORLD // 2, WORLD // 2)
 
@@ -120,6 +133,17 @@ for _end, _timeout, _promise in (
         limit=40,
         victims=OTHERS,
     )(partial(_node_lost, stopped=_end == "stopped"))
+for _layout, _where in (((2, 1, 1), "with a survivor on its node"), ((1, 1, 2), "the only one on its node")):
+    scene(
+        f"new group with a dead rank, {_where}",
+        "new_group with a rank of several nodes that is known to be dead",
+        "< 1 s on all nodes",
+        Promise(sees=("SymmPeerError",), says=(r'rank 0 \(node "a", pid \d+\)',), within=1.0),
+        layout=_layout,
+        timeout=40,
+        limit=60,
+        victims=(0,),
+    )(_new_group_after_a_death)
 scene(
     "refused message between nodes",
     "a send that is refused, to a rank of another node that waits for it",

@@ -80,6 +80,12 @@ def test_p6_p15_all_name_the_rank_that_never_makes_a_group(name: str) -> None:
     kept(name, 10)
 
 
+@pytest.mark.timed
+@rows("new_group with a rank of several nodes that is known to be dead")
+def test_p15_a_new_group_fails_at_once_on_all_nodes_if_a_member_is_dead(name: str) -> None:
+    kept(name, 4)
+
+
 @pytest.mark.slow
 @rows("a rank of other nodes never makes")
 def test_p6_p15_so_do_all_in_other_layouts(name: str) -> None:
