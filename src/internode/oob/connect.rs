@@ -182,11 +182,19 @@ impl OobConnector<'_> {
         let (me, group) = (self.node_map.describe(self.me), self.group);
         let (mut pause, mut interrupts) = (CONNECT_RETRY_MIN, Interrupts::new());
         loop {
-            let missing = seat.with(|leader| leader.missing()).unwrap_or_default();
+            let state = seat.with(|leader| (leader.missing(), leader.accept_error()));
+            let (missing, refused) = state.unwrap_or_default();
             if missing.is_empty() {
                 return Ok(());
             }
             self.check(&mut interrupts)?;
+            if let Some(error) = refused {
+                let text = format!(
+                    "{me} cannot accept the connections of other nodes of group \"{group}\": {}",
+                    error.message
+                );
+                return Err(Error { message: text, ..error });
+            }
             let Some(left) = self.limit.remaining() else {
                 let (missing, seconds): (Vec<String>, _) = (
                     missing.iter().map(|&rank| self.node_map.describe(rank)).collect(),

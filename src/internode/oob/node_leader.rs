@@ -12,6 +12,7 @@ use crate::internode::header::CallHeader;
 use crate::node_map::NodeMap;
 use crate::rank::Rank;
 use crate::store::tcp::listen::ListeningSockets;
+use crate::sys::required::Required;
 use rustix::event::PollFlags;
 use rustix::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use rustix::io::Errno;
@@ -23,6 +24,9 @@ use std::time::{Duration, Instant};
 /// Maximum number of connections that have not proved that they know the token; beyond it, the
 /// oldest is closed.
 pub(super) const UNIDENTIFIED: usize = 64;
+
+/// Pause before a hub accepts again after it could not.
+const ACCEPT_RETRY: Duration = Duration::from_millis(20);
 
 /// Returns the node leaders of `node`.
 pub(super) fn leaders_of(layout: &NodeMap, node: usize) -> &[Rank] {
@@ -52,6 +56,8 @@ pub(super) struct NodeLeader {
     pub(super) node: Arc<dyn LocalNode>,
     pub(super) times: OobTimeouts,
     pub(super) hub_listener: Option<HubListener>,
+    /// Why the hub last could not accept a connection although one waited, and when it tries again.
+    accept_failure: Option<(Errno, Instant)>,
     connections: Vec<OobConnection>,
     /// True once the failure of this node has been broadcast.
     failure_announced: bool,
@@ -80,6 +86,7 @@ impl NodeLeader {
             node,
             times,
             hub_listener,
+            accept_failure: None,
             connections: Vec::new(),
             failure_announced: false,
             exited: BTreeMap::new(),
@@ -112,6 +119,11 @@ impl NodeLeader {
             .collect()
     }
 
+    /// Returns the reason for which this hub cannot accept connections, if there is one.
+    pub(super) fn accept_error(&self) -> Option<Error> {
+        self.accept_failure.map(|(errno, _)| Required::Accept.failed(errno))
+    }
+
     /// Returns the departure of a rank of another node as an error, if one is known; a rank with
     /// local rank `local` is preferred.
     pub(super) fn departure(&self, local: usize) -> Option<Error> {
@@ -129,7 +141,10 @@ impl NodeLeader {
 
     /// Adds the file descriptors to poll to `found`.
     pub(super) fn descriptors(&self, found: &mut Vec<(Descriptor, PollFlags)>) {
-        if let Some(door) = &self.hub_listener {
+        // A connection that cannot be accepted keeps the listener readable, so `poll` would return
+        // at once.
+        let paused = self.accept_failure.is_some_and(|(_, again)| Instant::now() < again);
+        if let Some(door) = self.hub_listener.as_ref().filter(|_| !paused) {
             found.extend((0..door.listeners.sockets.len()).map(|at| {
                 (Descriptor::HubListener(Arc::clone(&door.listeners), at), PollFlags::IN)
             }));
@@ -409,14 +424,15 @@ impl NodeLeader {
                 let accepted = match listeners.accept(socket) {
                     Ok(accepted) => OobConnection::accepted(accepted),
                     Err(Errno::INTR | Errno::CONNABORTED) => continue,
+                    Err(Errno::AGAIN) => break,
                     Err(errno) => {
-                        if errno != Errno::AGAIN {
-                            log::debug!("{}: a caller was not accepted: {errno}", self.group);
-                        }
+                        log::debug!("{}: a caller was not accepted: {errno}", self.group);
+                        self.accept_failure = Some((errno, Instant::now() + ACCEPT_RETRY));
                         break;
                     }
                 };
                 let Ok(accepted) = accepted else { break };
+                self.accept_failure = None;
                 let mut unidentified =
                     (0..self.connections.len()).filter(|&at| !self.connections[at].identified());
                 if unidentified.clone().count() >= UNIDENTIFIED

@@ -6,14 +6,16 @@ use super::super::connect::{ready, receive, transmit};
 use super::super::frame::{ConnectionEnd, OobMessage, Sealer, Token};
 use super::super::node_leader::{Descriptor, HubListener, NodeLeader, UNIDENTIFIED};
 use super::{Job, QUICK, Shared, call, soon};
-use crate::error::Error;
+use crate::error::{Error, ErrorKind};
 use crate::rank::Rank;
 use crate::store::tcp::address::StoreAddress;
 use crate::store::tcp::listen::ListeningSockets;
 use crate::store::tcp::proof::{ADMISSION, ClientHello, OPENING};
+use crate::sys::fork;
 use rustix::event::PollFlags;
 use rustix::fd::AsRawFd;
 use rustix::fd::OwnedFd;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -190,4 +192,26 @@ fn new_callers_do_not_displace_a_caller_that_has_answered() {
     arrived(&hub);
     turn(&mut hub);
     assert_eq!(hub.missing(), []);
+}
+
+#[test]
+fn a_hub_without_free_descriptors_pauses_and_says_why() {
+    // In a child, because the limit applies to all threads of the process.
+    let child = fork::tests::forked(|| {
+        let (mut hub, address) = hub([5; 16]);
+        let _caller = call(&address).expect("it listens");
+        let usual = getrlimit(Resource::Nofile);
+        let limit = |limit| setrlimit(Resource::Nofile, limit).expect("may be lowered");
+        limit(Rlimit { current: Some(0), ..usual.clone() });
+        turn(&mut hub);
+        let error = hub.accept_error().expect("it cannot accept");
+        assert_eq!(error.kind, ErrorKind::Config);
+        assert!(error.message.contains("RLIMIT_NOFILE is 0"), "{error}");
+        assert!(descriptors(&hub).is_empty(), "the listener would wake the thread at once");
+        limit(usual);
+        std::thread::sleep(Duration::from_millis(25));
+        turn(&mut hub);
+        hub.accept_error().is_none() && descriptors(&hub).len() == 2
+    });
+    assert_eq!(fork::tests::status_of(child), 0);
 }
