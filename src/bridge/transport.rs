@@ -5,6 +5,7 @@ use crate::config::InterNodeBackends;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::span::Span;
 use crate::sys::epoll_fds::apart_from_children;
+use crate::sys::required;
 use crate::transport::{Buffer, GivenUp, HOST, Manner, Pending, Seat, Transport, Transports, Work};
 use cxx::SharedPtr;
 use cxx::memory::SharedPtrTarget;
@@ -204,6 +205,10 @@ fn manner(manner: Manner<'_>) -> ffi::Manner {
     ffi::Manner { timeout_ms: manner.timeout.map_or(0, milliseconds), overlap: manner.overlap }
 }
 
+/// Upper bound on the number of file descriptors that a backend opens in addition to one for each
+/// rank.
+const CONNECT_FDS: usize = 8;
+
 /// Connects the ranks of one group through torch's backend with the name `backend`.
 pub(super) struct TorchTransports {
     transports: SharedPtr<TransportsHandle>,
@@ -226,6 +231,8 @@ impl Transports for TorchTransports {
         given_up: &GivenUp,
     ) -> Result<Arc<dyn Transport>> {
         let (transports, Seat { rank, size, device }) = (there(&self.transports)?, *seat);
+        // Gloo ends the process if it cannot accept a connection.
+        required::ensure_descriptors(CONNECT_FDS + size, &self.backend)?;
         let seat = ffi::Seat { rank, size, device };
         let connect = || {
             transports.connect(

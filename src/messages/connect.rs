@@ -8,7 +8,7 @@ use super::internode::InternodeLinks;
 use super::links::{Traffic, addresses};
 use super::wire::{LinkPhase, MAX_FRAME_BYTES};
 use super::{MessageTable, Messages};
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::lock::unpoisoned;
 use crate::rank::Rank;
 use crate::store::Store;
@@ -48,6 +48,17 @@ impl InternodeLinks {
         format!("{}/here/{rank}", self.pair_name(peer))
     }
 
+    /// Returns `error`, the reason why no link with `peer` was made, with both ranks if this node
+    /// lacks something. The whole group then fails with it.
+    fn named(&self, peer: Rank, error: Error) -> Error {
+        if error.kind != ErrorKind::Config {
+            return error;
+        }
+        let (me, peer) = (self.node_map.describe(self.me), self.node_map.describe(peer));
+        let text = format!("{me} could not connect with {peer} for messages: {}", error.message);
+        Error { message: text, ..error }
+    }
+
     /// Returns the keys at which `peer` finds the address of this rank.
     pub(super) fn address(&self, peer: Rank) -> PublishedKeys<'_> {
         let index = usize::from(self.me > peer);
@@ -73,7 +84,8 @@ impl Messages {
                 break far
                     .links
                     .make(peer, &far.pair_name(peer), far.me > peer, LINK_CONNECT_TIMEOUT)
-                    .map(|()| true);
+                    .map(|()| true)
+                    .map_err(|error| far.named(peer, error));
             }
             std::thread::sleep(pause);
             pause = (2 * pause).min(STORE_POLL.1);

@@ -1,8 +1,9 @@
 //! System calls that every group needs, and the remedies for machines that reject them.
 
-use crate::error::{Error, ErrorKind};
+use crate::error::{Error, ErrorKind, Result};
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
+use std::fmt::Display;
 
 macro_rules! calls {
     ($($(#[$doc:meta])* $name:ident: $calls:literal, $purpose:literal;)*) => {
@@ -154,9 +155,26 @@ pub fn descriptors() -> (Option<u64>, usize) {
     (limit, open)
 }
 
+/// Fails unless this process may open `needed` further file descriptors for its `purpose`. For
+/// libraries that end the process if they cannot open one.
+///
+/// # Errors
+/// `Config` names the limit.
+pub fn ensure_descriptors(needed: usize, purpose: impl Display) -> Result<()> {
+    match descriptors() {
+        (Some(limit), open) if limit < (open + needed) as u64 => Err(Error::config(format!(
+            "RLIMIT_NOFILE {limit} is too low: {open} descriptors are open and {purpose} needs up \
+             to {needed} more: raise ulimit -n"
+        ))),
+        _ => Ok(()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sys::fork;
+    use rustix::process::{Rlimit, setrlimit};
 
     #[test]
     fn what_the_machine_forbids_or_limits_is_a_matter_of_configuration() {
@@ -182,5 +200,23 @@ mod tests {
             assert_eq!(error.kind, kind, "{error}");
             assert!(error.message.contains(text), "{error}");
         }
+    }
+
+    #[test]
+    fn a_library_that_needs_descriptors_is_not_called_without_them() {
+        // In a child, because other tests open and close descriptors meanwhile.
+        let child = fork::tests::forked(|| {
+            let (_, open) = descriptors();
+            let limit = Rlimit { current: Some(open as u64 + 8), ..getrlimit(Resource::Nofile) };
+            setrlimit(Resource::Nofile, limit).is_ok()
+                && ensure_descriptors(8, "a rail") == Ok(())
+                && ensure_descriptors(9, "a rail").is_err_and(|error| {
+                    let text = format!("RLIMIT_NOFILE {} is too low: {open} desc", open + 8);
+                    error.kind == ErrorKind::Config
+                        && error.message.starts_with(&text)
+                        && error.message.contains("a rail needs up to 9 more")
+                })
+        });
+        assert_eq!(fork::tests::status_of(child), 0);
     }
 }
