@@ -97,13 +97,8 @@ pub struct FinishedTransfer {
 }
 
 impl FinishedTransfer {
-    /// Calls the completions of `all` in order, and returns their tickets. The caller must not hold
-    /// a lock that a completion may take.
-    pub fn complete(all: Vec<Self>) -> Vec<u64> {
-        let call = |Self { ticket, completion, outcome, source }| {
-            completion.call(outcome, source);
-            ticket
-        };
-        all.into_iter().map(call).collect()
+    /// Calls the completion. The caller must not hold a lock that the completion may take.
+    pub fn complete(self) {
+        self.completion.call(self.outcome, self.source);
     }
 }

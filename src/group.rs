@@ -243,6 +243,8 @@ impl Group {
         }
         let me = self.control.describe(self.control.rank());
         self.health.fail(Error::aborted(format!("{me} aborted group \"{}\"", self.control.name())));
+        // Ends the messages before this call returns.
+        let _ = self.messages.progress();
     }
 
     /// Leaves the group once all submitted calls have ended, at the latest after the timeout.

@@ -99,7 +99,7 @@ impl Messages {
         }
         let mut state = self.lock();
         let (begun, closed) = (state.connected(peer), state.closed.is_some());
-        self.run_completions(state);
+        self.defer_completions(state);
         begun.map(|()| !closed)
     }
 

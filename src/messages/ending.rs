@@ -4,7 +4,6 @@ use super::peer::Peer;
 use super::ring::RingLink;
 use super::wire::LinkPhase;
 use super::{ChunkedReceive, MessageTable, Messages, PayloadSource, PendingSend};
-use crate::completion::FinishedTransfer;
 use crate::control::ControlBlock;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
@@ -244,8 +243,14 @@ impl MessageTable {
 }
 
 impl FailureListener for Messages {
+    /// Leaves the completions to a thread that waits or a progress thread, because a thread that
+    /// reports failures may not run code of the program: one thread of the process carries the
+    /// heartbeats of all its groups.
     fn failed(&self, failure: &Error) {
-        self.close(failure);
+        let mut state = self.lock();
+        state.fail_all(failure);
+        self.defer_completions(state);
+        self.disconnect_soon();
     }
 }
 
@@ -255,6 +260,10 @@ impl Messages {
         let mut state = self.lock();
         state.fail_all(error);
         self.run_completions(state);
+        self.disconnect_soon();
+    }
+
+    fn disconnect_soon(&self) {
         if let Some(far) = self.internode.get() {
             self.disconnect(far, Duration::ZERO);
         }
@@ -296,25 +305,45 @@ impl Messages {
     }
 
     /// Flushes frames to ranks of other nodes, and calls the completions that are due, without the
-    /// lock.
+    /// lock. Each stays in the table until its turn, because a completion may wait for a message
+    /// whose completion is due after it.
     pub(super) fn complete(&self, mut state: MutexGuard<'_, MessageTable>) {
-        let (finished, untold) = (std::mem::take(&mut state.finished), state.unnotified.take());
+        let (mut due, untold) = (self.begin_completion(&mut state), state.unnotified.take());
         drop(state);
+        self.tell(untold);
+        while let Some((finished, role)) = due {
+            let ticket = finished.ticket;
+            finished.complete();
+            let mut state = self.lock();
+            state.open.remove(&ticket);
+            state.progress.leave_completion(role);
+            due = self.begin_completion(&mut state);
+            drop(state);
+            // Other threads of this rank may sleep until this message is complete.
+            self.control.wake_sleepers();
+        }
+    }
+
+    /// As `complete`, but leaves the completions to the threads that wait and to the progress
+    /// thread.
+    pub(super) fn defer_completions(&self, mut state: MutexGuard<'_, MessageTable>) {
+        let (due, untold) = (!state.finished.is_empty(), state.unnotified.take());
+        if due && state.idle {
+            self.begun.notify_all();
+        }
+        drop(state);
+        if due {
+            self.control.wake_sleepers();
+        }
+        self.tell(untold);
+    }
+
+    /// Flushes frames to ranks of other nodes, and fails the group there with `untold`.
+    fn tell(&self, untold: Option<Error>) {
         self.flush();
         if let Some(error) = untold {
             self.health.fail(error);
         }
-        if finished.is_empty() {
-            return;
-        }
-        let tickets = FinishedTransfer::complete(finished);
-        let mut state = self.lock();
-        for ticket in tickets {
-            state.open.remove(&ticket);
-        }
-        drop(state);
-        // Other threads of this rank may sleep until one of these messages is complete.
-        self.control.wake_sleepers();
     }
 
     /// Fails the group if a pending message can never complete.

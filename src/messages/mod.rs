@@ -7,7 +7,9 @@
 //! and receives it in frames.
 //!
 //! A thread that waits for a message advances all messages on rings. Each wire has its own thread.
-//! A progress thread advances the rings while no thread waits.
+//! A progress thread advances the rings while no thread waits. Completions run code of the program,
+//! which may wait for other messages. The threads of wires therefore call none, and another
+//! progress thread takes over while a progress thread is inside one.
 
 mod connect;
 mod delivery;
@@ -33,6 +35,7 @@ use self::link::Link;
 use self::matching::{Matching, MessageBody, Posted, UnmatchedMessage};
 use self::peer::Peer;
 use self::ring::RingLink;
+use self::waiting::ProgressThreads;
 use self::wire::WireLink;
 use crate::coll::call::Span;
 use crate::coll::message::{Message, MessageSpec};
@@ -44,9 +47,8 @@ use crate::health::{FailureListener, Health};
 use crate::lock::lock;
 use crate::rank::Rank;
 use crate::sync::timeout::CallTimeout;
-use crate::sys::thread;
-use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
@@ -61,7 +63,8 @@ pub struct Messages {
     state: Mutex<MessageTable>,
     /// The progress thread waits here while no message is pending.
     begun: Condvar,
-    worker: Mutex<Option<JoinHandle<()>>>,
+    workers: Mutex<Vec<JoinHandle<()>>>,
+    this: Weak<Self>,
     /// The ranks of other nodes, if links carry messages to them.
     internode: OnceLock<InternodeLinks>,
 }
@@ -74,9 +77,11 @@ struct MessageTable {
     streams: BTreeMap<(Rank, u64), ChunkedReceive>,
     /// The received part of the message that each peer is writing.
     begun: Vec<IncompleteFrame>,
-    finished: Vec<FinishedTransfer>,
-    /// Tickets whose completion has not been called.
+    /// Messages that have ended and whose completions are due, the oldest first.
+    finished: VecDeque<FinishedTransfer>,
+    /// Tickets whose completion has not returned.
     open: BTreeSet<u64>,
+    progress: ProgressThreads,
     next: u64,
     waiting_threads: usize,
     /// True while this rank publishes to its peers that one of its threads waits for a certain
@@ -175,8 +180,9 @@ impl Messages {
             sends: BTreeMap::new(),
             streams: BTreeMap::new(),
             begun: vec![IncompleteFrame::default(); size],
-            finished: Vec::new(),
+            finished: VecDeque::new(),
             open: BTreeSet::new(),
+            progress: ProgressThreads::default(),
             next: TICKET_BIT,
             waiting_threads: 0,
             announced: false,
@@ -196,14 +202,14 @@ impl Messages {
                 Peer::IntraNode(RingLink::new(Arc::clone(&control), peer));
         }
         state.peers[own.index()] = Peer::Own;
-        let (state, begun, worker) = (Mutex::new(state), Condvar::new(), Mutex::new(None));
-        let made = Arc::new(Self {
+        let made = Arc::new_cyclic(|this| Self {
             health,
             control,
             direct,
-            state,
-            begun,
-            worker,
+            state: Mutex::new(state),
+            begun: Condvar::new(),
+            workers: Mutex::default(),
+            this: Weak::clone(this),
             internode: OnceLock::new(),
         });
         let listener: Arc<dyn FailureListener> = made.clone();
@@ -282,7 +288,7 @@ impl Messages {
             completion.call(Ok(()), None);
             return Ok(ticket);
         }
-        self.start_worker()?;
+        self.ensure_worker(&mut state)?;
         state.open.insert(ticket);
         let limit = CallTimeout::from(Instant::now(), timeout);
         state.sends.insert(
@@ -322,8 +328,8 @@ impl Messages {
     ) -> Result<u64> {
         let mut state = self.lock();
         let far = message.peer.map(|peer| state.check_peer(peer)).transpose()?.unwrap_or(false);
-        self.start_worker()?;
         state.closed.clone().map_or(Ok(()), Err)?;
+        self.ensure_worker(&mut state)?;
         if let Some(peer) = message.peer.filter(|_| far) {
             self.meet_once(&mut state, peer)?;
             state.wire(peer).into_iter().for_each(|wire| wire.unsent_rejection = false);
@@ -411,14 +417,14 @@ impl Messages {
         peers.find(|&peer| state.peer_waits_for(&self.control, peer, send, tag))
     }
 
-    /// Stops the progress thread.
+    /// Stops the progress threads.
     pub fn stop(&self) {
         self.lock().stopping = true;
         self.begun.notify_all();
-        let worker = lock(&self.worker).take();
-        // A completion on the progress thread may drop the last reference to the group.
-        if let Some(worker) =
-            worker.filter(|worker| worker.thread().id() != std::thread::current().id())
+        let workers = std::mem::take(&mut *lock(&self.workers));
+        // A completion on a progress thread may drop the last reference to the group.
+        for worker in
+            workers.into_iter().filter(|worker| worker.thread().id() != std::thread::current().id())
         {
             let _ = worker.join();
         }
@@ -436,21 +442,6 @@ impl Messages {
         }
         let moved = state.advance(&self.control, self.direct);
         self.fail_group_on_error(state, moved)
-    }
-
-    /// Starts the worker before a message is posted. The memory of a posted message is in use until
-    /// its completion, so a thread must exist that completes the message; otherwise the memory
-    /// would be used after its tensor is freed.
-    fn start_worker(self: &Arc<Self>) -> Result<()> {
-        let mut worker = lock(&self.worker);
-        if worker.is_none() {
-            let this = Arc::clone(self);
-            let thread = thread::spawn("symm-progress", None, move || this.work());
-            *worker = Some(thread.map_err(|e| {
-                Error::internal(format!("starting a group's progress thread: {e}"))
-            })?);
-        }
-        Ok(())
     }
 }
 

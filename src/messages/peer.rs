@@ -174,7 +174,7 @@ impl MessageTable {
         outcome: Result<()>,
         source: Option<Rank>,
     ) {
-        self.finished.push(FinishedTransfer { ticket, completion, outcome, source });
+        self.finished.push_back(FinishedTransfer { ticket, completion, outcome, source });
     }
 
     pub(super) fn received(&mut self, posted: Posted, from: Rank) {

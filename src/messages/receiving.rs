@@ -114,7 +114,8 @@ impl Messages {
         let heard = taken.is_ok();
         let lost = self.absorb_internode(&mut state, Some(peer), taken);
         let leaving = state.shutting_down;
-        self.run_completions(state);
+        // The message for which a completion waits may be the next frame.
+        self.defer_completions(state);
         if leaving {
             far.changed.notify_all();
         }

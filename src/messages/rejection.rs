@@ -80,8 +80,10 @@ impl Messages {
         if calls != begun || state.closed.is_some() {
             return;
         }
-        let told =
-            self.start_worker().and_then(|()| self.meet_once(&mut state, peer)).and_then(|()| {
+        let told = self
+            .ensure_worker(&mut state)
+            .and_then(|()| self.meet_once(&mut state, peer))
+            .and_then(|()| {
                 let Some(wire) = state.wire(peer) else { return Ok(()) };
                 (wire.own, wire.unsent_rejection) = (Some((refusal, begun)), true);
                 wire.send_rejection()

@@ -4,12 +4,46 @@
 use super::ending::gave_up;
 use super::internode::INTERNODE_POLL;
 use super::{MessageTable, Messages};
+use crate::completion::FinishedTransfer;
 use crate::control::{YIELD_TURNS, spin_budget};
-use crate::error::Result;
-use crate::lock::unpoisoned;
+use crate::error::{Error, Result};
+use crate::lock::{lock, unpoisoned};
 use crate::sync::timeout::CallTimeout;
 use crate::sys::interrupt::Interrupts;
+use crate::sys::thread;
+use std::cell::Cell;
+use std::ptr;
+use std::sync::Arc;
+use std::thread::ThreadId;
 use std::time::{Duration, Instant};
+
+/// The progress threads of a group. One of them is active: it advances messages while no thread
+/// waits. It passes this role on while it is inside a completion, which may block.
+#[derive(Default)]
+pub(super) struct ProgressThreads {
+    active: Option<ThreadId>,
+    /// Number of threads that take over the role, including threads that have yet to start.
+    spare: usize,
+    /// Number of completions that are being called, on any thread.
+    running: usize,
+}
+
+/// The active progress thread if the thread that calls a completion had that role.
+pub(super) type ProgressRole = Option<ThreadId>;
+
+impl ProgressThreads {
+    /// Marks that a completion has returned. The thread that called it resumes its `role` unless
+    /// another thread has it.
+    pub(super) fn leave_completion(&mut self, role: ProgressRole) {
+        self.running -= 1;
+        self.active = self.active.or(role);
+    }
+}
+
+thread_local! {
+    /// The messages for which this thread is a progress thread.
+    static SERVES: Cell<*const Messages> = const { Cell::new(ptr::null()) };
+}
 
 /// Marks a thread that advances messages while it waits. The progress thread pauses meanwhile, and
 /// continues however the wait ends.
@@ -37,6 +71,11 @@ const PROGRESS_LINGER: Duration = Duration::from_millis(200);
 /// Poll interval of the progress thread while messages are pending and another thread may be
 /// advancing them.
 const PROGRESS_POLL: Duration = Duration::from_millis(1);
+/// Poll interval of a spare progress thread, which checks whether a completion blocks the active
+/// one. A wake-up per completion would cost more.
+const TAKEOVER_POLL: Duration = Duration::from_millis(10);
+/// Time after which an unused spare progress thread ends.
+const IDLE_THREAD_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Messages {
     /// Returns once the completion of `ticket` has been called.
@@ -105,6 +144,7 @@ impl Messages {
                 let mut state = self.lock();
                 state.announce_wait(&self.control, ticket);
                 !state.open.contains(&ticket)
+                    || !state.finished.is_empty()
                     || state.has_work()
                     || state.is_reading_due()
                     || self.control.failure().is_some()
@@ -162,23 +202,82 @@ impl Messages {
         state.limits().filter_map(CallTimeout::remaining).min().unwrap_or(PROGRESS_POLL)
     }
 
-    /// Runs the progress thread.
-    pub(super) fn work(&self) {
+    /// Starts a progress thread unless one is active or will be. Called before a message is posted:
+    /// the memory of a posted message is in use until its completion, so a thread must exist that
+    /// completes the message; otherwise the memory would be used after its tensor is freed.
+    pub(super) fn ensure_worker(&self, state: &mut MessageTable) -> Result<()> {
+        if state.stopping || state.progress.active.is_some() || state.progress.spare > 0 {
+            return Ok(());
+        }
+        let Some(this) = self.this.upgrade() else { return Ok(()) };
+        let thread = thread::spawn("symm-progress", None, move || this.work())
+            .map_err(|e| Error::internal(format!("starting a group's progress thread: {e}")))?;
+        let mut workers = lock(&self.workers);
+        workers.retain(|worker| !worker.is_finished());
+        workers.push(thread);
+        state.progress.spare += 1;
+        Ok(())
+    }
+
+    /// Removes the next message whose completion is due from the table. The caller must call the
+    /// completion without the lock, and then [`ProgressThreads::leave_completion`].
+    pub(super) fn begin_completion(
+        &self,
+        state: &mut MessageTable,
+    ) -> Option<(FinishedTransfer, ProgressRole)> {
+        let due = state.finished.pop_front()?;
+        state.progress.running += 1;
+        let serves = ptr::eq(SERVES.get(), self);
+        let is_me = |thread: &ThreadId| *thread == std::thread::current().id();
+        let role = state.progress.active.take_if(|active| serves && is_me(active));
+        // The completion may block for as long as it likes, so another thread advances the others.
+        if role.is_some()
+            && state.open.len() > 1
+            && let Err(error) = self.ensure_worker(state)
+        {
+            log::warn!("{error}; messages go on after the current completion");
+        }
+        Some((due, role))
+    }
+
+    /// Runs a progress thread.
+    fn work(self: &Arc<Self>) {
+        SERVES.set(Arc::as_ptr(self));
         let moved = self.control.contain(|| {
-            self.progress_once();
+            self.progress_until_stopped();
             Ok(())
         });
         if let Err(error) = moved {
+            let me = std::thread::current().id();
+            self.lock().progress.active.take_if(|active| *active == me);
             self.close(&error);
         }
     }
 
-    fn progress_once(&self) {
+    fn progress_until_stopped(&self) {
+        let me = std::thread::current().id();
         let (mut idle_since, mut steps) = (Instant::now(), 0);
+        let mut spare_since = Some(Instant::now());
         loop {
             let mut state = self.lock();
             if state.stopping {
                 return;
+            }
+            if state.progress.active.is_none() {
+                state.progress.active = Some(me);
+                state.progress.spare -= usize::from(spare_since.take().is_some());
+                idle_since = Instant::now();
+            } else if state.progress.active != Some(me) {
+                let since = *spare_since.get_or_insert_with(|| {
+                    state.progress.spare += 1;
+                    Instant::now()
+                });
+                if since.elapsed() > IDLE_THREAD_TIMEOUT {
+                    state.progress.spare -= 1;
+                    return;
+                }
+                drop(unpoisoned(self.begun.wait_timeout(state, TAKEOVER_POLL)));
+                continue;
             }
             let acknowledges = state.has_acknowledgement(&self.control);
             let due = acknowledges || !state.open.is_empty();
@@ -196,7 +295,8 @@ impl Messages {
             // have read it at once.
             let left = state.is_reading_due() && state.steps == steps;
             steps = state.steps;
-            let attended = (state.waiting_threads > 0 && !left) || !due;
+            // A thread that waits does not advance messages while it is inside a completion.
+            let attended = (state.waiting_threads > state.progress.running && !left) || !due;
             let only_far = state.reaches
                 && due
                 && !acknowledges

@@ -109,31 +109,114 @@ fn a_peer_that_cannot_be_read_is_not_tried_again_and_others_are_read() {
 }
 
 #[test]
-fn a_receive_has_its_time_from_when_it_was_begun_whatever_the_progress_thread_does() {
+fn a_completion_that_blocks_delays_neither_messages_nor_deadlines() {
+    for waits in [false, true] {
+        let ranks = ranks();
+        let (mut first, mut missing, mut late) = ([0u8], [0u8], [0u8]);
+        let [first, missing, late] = [&mut first, &mut missing, &mut late].map(|bytes| span(bytes));
+        let tagged =
+            |peer, tag, span| Message::of(MessageSpec { tag, ..*message(Rank(peer), span) });
+        // The completion returns only once the other receives have ended. The progress thread calls
+        // it, or a thread that waits for the message.
+        let ((entered, inside), (release, released)) = (channel(), channel());
+        let slow = Completion::new(move |_, _| {
+            entered.send(()).expect("waited for");
+            released.recv_timeout(2 * PATIENCE).expect("the others have ended");
+        });
+        let begun = ranks[0].recv(tagged(2, 3, first), PATIENCE, slow).expect("begun");
+        std::thread::scope(|scope| {
+            if waits {
+                scope.spawn(|| ranks[0].wait(begun, None).expect("completed"));
+                while ranks[0].lock().waiting_threads == 0 {
+                    std::thread::yield_now();
+                }
+            }
+            ranks[2].send(tagged(0, 3, span(&mut [1])), PATIENCE, quiet()).expect("begun");
+            inside.recv_timeout(PATIENCE).expect("a thread completes it");
+            let ((completion, told), (done, came)) = (reported(), reported());
+            let limit = Duration::from_millis(100);
+            ranks[0].recv(tagged(2, 5, late), PATIENCE, done).expect("begun");
+            ranks[2].send(tagged(0, 5, span(&mut [2])), PATIENCE, quiet()).expect("begun");
+            assert_eq!(came.recv_timeout(PATIENCE), Ok(Ok(())), "a thread waits: {waits}");
+            ranks[0].recv(tagged(2, 4, missing), limit, completion).expect("begun");
+            let error = told.recv_timeout(PATIENCE).expect("completed").expect_err("never sent");
+            assert!(error.message.contains("reached its timeout after"), "{error}");
+            release.send(()).expect("waited for");
+        });
+        ranks.iter().for_each(|rank| rank.stop());
+    }
+}
+
+#[test]
+fn a_completion_waits_for_a_message_that_ends_at_the_same_time() {
+    // Both messages arrive in one call of `advance`, or both fail, and a thread that waits for the
+    // first one calls its completion, or the progress thread does.
+    for (fails, waits) in [(false, false), (false, true), (true, false), (true, true)] {
+        let ranks = ranks();
+        let mut came = [0u8; 2];
+        let (one, two) = came.split_at_mut(1);
+        let (one, two) = (span(one), span(two));
+        let tagged =
+            |peer, tag, span| Message::of(MessageSpec { tag, ..*message(Rank(peer), span) });
+        let (ticket, second) = channel();
+        let (tell, told) = channel();
+        let rank = Arc::clone(&ranks[0]);
+        let nested = Completion::new(move |_, _| {
+            let second = second.recv_timeout(PATIENCE).expect("begun");
+            tell.send(rank.wait(second, Some(PATIENCE))).expect("waited for");
+        });
+        let first = ranks[0].recv(tagged(2, 3, one), 3 * PATIENCE, nested).expect("begun");
+        let (done, outcome) = reported();
+        ticket
+            .send(ranks[0].recv(tagged(2, 4, two), 3 * PATIENCE, done).expect("begun"))
+            .expect("waited for");
+        std::thread::scope(|scope| {
+            if waits {
+                scope.spawn(|| ranks[0].wait(first, None).expect("completed"));
+                while ranks[0].lock().waiting_threads == 0 {
+                    std::thread::yield_now();
+                }
+            }
+            let state = ranks[0].lock();
+            if fails {
+                drop(state);
+                ranks[0].health.fail(Error::aborted("the group ends"));
+            } else {
+                for tag in [3, 4] {
+                    let sent = tagged(0, tag, span(&mut [7]));
+                    ranks[2].send(sent, PATIENCE, quiet()).expect("sent");
+                }
+                drop(state);
+            }
+            let waited = told.recv_timeout(2 * PATIENCE).expect("the completion returns");
+            assert_eq!(waited, Ok(()), "fails: {fails}, a thread waits: {waits}");
+            let outcome = outcome.recv_timeout(PATIENCE).expect("the second has ended");
+            assert_eq!(outcome.is_err(), fails, "{outcome:?}");
+        });
+        ranks.iter().for_each(|rank| rank.stop());
+    }
+}
+
+#[test]
+fn a_thread_that_reports_a_failure_calls_no_completion() {
     let ranks = ranks();
-    let (mut sent, mut came, mut missing) = ([1u8], [0u8], [0u8]);
-    let [sent, came, missing] = [&mut sent, &mut came, &mut missing].map(|bytes| span(bytes));
-    // The progress thread completes the first receive. That completion runs longer than the timeout
-    // of the second receive.
-    let limit = Duration::from_secs(2);
-    let (entered, inside) = channel();
-    let slow = Completion::new(move |_, _| {
-        entered.send(()).expect("waited for");
-        std::thread::sleep(3 * limit / 2);
+    let (tell, told) = channel();
+    let who = Completion::new(move |outcome, _| {
+        tell.send((std::thread::current().id(), outcome)).expect("waited for");
     });
-    ranks[0].recv(message(Rank(2), came), PATIENCE, slow).expect("begun");
-    ranks[2].send(message(Rank(0), sent), PATIENCE, quiet()).expect("begun");
-    inside.recv_timeout(PATIENCE).expect("a thread completes it");
-    let (completion, told) = reported();
-    let begun = Instant::now();
-    let tag = Message::of(MessageSpec { tag: 4, ..*message(Rank(2), missing) });
-    ranks[0].recv(tag, limit, completion).expect("begun");
-    let error = told.recv_timeout(PATIENCE).expect("completed").expect_err("nobody sends it");
-    let waited = begun.elapsed();
-    assert!(
-        error.message.contains("reached its timeout after") && waited < 9 * limit / 4,
-        "{waited:?}: {error}"
-    );
+    ranks[0].recv(message(Rank(2), span(&mut [])), PATIENCE, who).expect("begun");
+    let waited = ranks[0].recv(message(Rank(1), span(&mut [])), PATIENCE, quiet()).expect("begun");
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| ranks[0].wait(waited, Some(PATIENCE)));
+        while ranks[0].lock().waiting_threads == 0 {
+            std::thread::yield_now();
+        }
+        ranks[0].health.fail(Error::aborted("the group ends"));
+        assert_eq!(waiting.join().expect("no panic"), Ok(()), "a thread that waits is woken");
+    });
+    let (thread, outcome) = told.recv_timeout(PATIENCE).expect("another thread calls it");
+    assert_ne!(thread, std::thread::current().id());
+    assert_eq!(outcome, Err(Error::aborted("the group ends")));
     ranks.iter().for_each(|rank| rank.stop());
 }
 
