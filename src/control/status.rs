@@ -157,6 +157,37 @@ impl ControlBlock {
         iter::once(first).chain(self.ranks()).find_map(|rank| Some((rank, self.died(rank)?)))
     }
 
+    /// Returns the first member whose process has ended as that of a rank which failed, and how:
+    /// without leaving the group, after it left because of an exception, or with a code other than
+    /// 0. A signal does not count once the member has left, because the exit of a process does not
+    /// concern a group that was destroyed before; only `sys.exit` ends both at once.
+    pub fn failed_rank(&self) -> Option<(Rank, String)> {
+        let first = *self.first_exited.get()?;
+        iter::once(first).chain(self.ranks()).find_map(|rank| {
+            let how = self.ended(rank)?;
+            let departure = self.departure(rank);
+            let excepted = || !self.words(rank).exit_reason.0.read().is_empty();
+            let text = match departure {
+                Some(departure) if excepted() => departure,
+                Some(_) if !process::names_error_code(how) => return None,
+                Some(_) | None => how.clone(),
+            };
+            Some((rank, text))
+        })
+    }
+
+    /// Returns why a message of this rank cannot reach `rank`, of this node, which has left the
+    /// group, and whether that fails the group: not if the rank has left in order. A message of a
+    /// call that `waits` fails later if the process is about to end: see
+    /// [`Self::exit_reason_of_awaited`].
+    pub fn unreachable(&self, rank: Rank, waits: bool) -> Option<(String, bool)> {
+        if self.words(rank).departed.load(Ordering::Acquire) == 0 {
+            return None;
+        }
+        let reason = self.exit_reason_of_awaited(rank, !waits)?;
+        Some((reason, !self.words(rank).exit_reason.0.read().is_empty()))
+    }
+
     /// Names `ranks`, the state of each process and what the rank is `doing`, such as "rank 1 (rank
     /// 1: pid 4711 alive, asleep, in all_reduce #3)".
     pub fn states_of(&self, ranks: &[Rank], doing: impl Fn(Rank) -> String) -> String {

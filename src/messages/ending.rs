@@ -90,11 +90,11 @@ impl LostPeers {
     fn among(control: &ControlBlock, late: bool) -> Self {
         let reason = |peer| Some((peer, control.exit_reason_of_awaited(peer, late)?));
         let absent = control.peers().filter_map(reason).collect();
-        Self { absent, dead: control.dead_rank().map(|(rank, how)| (rank, how.clone())) }
+        Self { absent, dead: control.failed_rank() }
     }
 
     /// Returns the peer whose exit ends a message with `peer`: `peer` itself, or any member that
-    /// has died. If `peer` is `None`, for any source, all peers must have left; `far` is true if a
+    /// has failed. If `peer` is `None`, for any source, all peers must have left; `far` is true if a
     /// rank of another node may also complete the message.
     fn ends(
         &self,

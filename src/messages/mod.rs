@@ -30,7 +30,7 @@ mod wire;
 pub use internode::InternodeLinks;
 
 use self::ending::about;
-use self::frame::{Frame, FrameKind};
+use self::frame::{Frame, FrameKind, RING};
 use self::link::Link;
 use self::matching::{Matching, MessageBody, Posted, UnmatchedMessage};
 use self::peer::Peer;
@@ -251,14 +251,8 @@ impl Messages {
         let far = state.check_peer(peer)?;
         // Checked here because an eager send would complete before any thread polls. `recv` has no
         // such check, because a receive may still find a message that has arrived.
-        if let (false, Some((dead, how))) = (far, self.control.dead_rank()) {
-            let what = about(&self.control, "send", message.span.bytes, message.tag);
-            let (dead, me) =
-                (self.control.describe(dead), self.control.describe(self.control.rank()));
-            let peer = state.peers[peer.index()].describe(&self.control);
-            return Err(self.control.fail(Error::peer(format!(
-                "{dead} {how}; {me} began {what} to {peer} after that"
-            ))));
+        if !far {
+            self.check_exits(&state.peers[peer.index()], &message)?;
         }
         state.closed.clone().map_or(Ok(()), Err)?;
         if far {
@@ -317,6 +311,27 @@ impl Messages {
         };
         self.begin(state, Some(peer), begun);
         Ok(ticket)
+    }
+
+    /// Fails if a send to `peer`, of this node, could not be received, or a rank has failed.
+    fn check_exits(&self, peer: &Peer, message: &Message) -> Result<()> {
+        let control = &self.control;
+        let error = |gone, how: &str| {
+            let what = about(control, "send", message.span.bytes, message.tag);
+            let (gone, me) = (control.describe(gone), control.describe(control.rank()));
+            let peer = peer.describe(control);
+            Error::peer(format!("{gone} {how}; {me} began {what} to {peer} after that"))
+        };
+        if let Some((dead, how)) = control.failed_rank() {
+            return Err(control.fail(error(dead, &how)));
+        }
+        let waits = message.span.bytes > RING.eager;
+        let left =
+            peer.ring().and_then(|ring| Some((ring.peer, control.unreachable(ring.peer, waits)?)));
+        left.map_or(Ok(()), |(gone, (how, fails))| {
+            let error = error(gone, &how);
+            Err(if fails { control.fail(error) } else { error })
+        })
     }
 
     /// Starts a receive.

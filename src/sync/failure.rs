@@ -79,9 +79,11 @@ impl<W: Atomic<u32>, B: Atomic<u8>, const TEXT: usize> FirstFailure<W, B, TEXT> 
             match self.look(reader) {
                 FailureState::None => return None,
                 FailureState::Written(error) => return Some(error),
-                // The author of the record may have been killed between its two stores to `state`.
+                // The author may have been stopped or killed between its two stores to `state`.
                 FailureState::Writing if start.elapsed() > Duration::from_millis(100) => {
-                    return Some(Error::peer("another rank died while it was reporting a failure"));
+                    return Some(Error::peer(
+                        "another rank was reporting a failure and has not finished",
+                    ));
                 }
                 FailureState::Writing => std::thread::yield_now(),
             }

@@ -211,6 +211,12 @@ pub fn exit_cause(process: ProcessId, pidfd: &OwnedFd) -> String {
         .map_or_else(|| "gone".into(), describe)
 }
 
+/// Returns true if the text `how`, which contains an [`exit_cause`], names an exit code other than
+/// 0.
+pub fn names_error_code(how: &str) -> bool {
+    how.split_once("exited with code ").is_some_and(|(_, code)| !code.starts_with('0'))
+}
+
 fn reaped_status(pidfd: &OwnedFd) -> Option<i32> {
     const EXIT: u64 = 1 << 3;
     // SAFETY: all-zero is a value of this structure of integers.

@@ -305,6 +305,50 @@ fn a_receive_from_any_source_ends_when_the_rank_leaves_that_has_offered_its_mess
 }
 
 #[test]
+fn a_rank_that_has_left_gets_no_message_and_ends_those_of_others_only_if_it_failed() {
+    let code = |code| format!("has ended (exited with code {code})");
+    for (farewell, ended, text, fails) in [
+        ("", None, "left the group", false),
+        ("", Some(code(0)), "left the group", false),
+        ("", Some("has ended (killed by signal 9 (SIGKILL))".into()), "left the group", false),
+        ("", Some(code(3)), "exited with code 3", true),
+        ("KeyError: 'x'", Some(code(1)), "left the group after KeyError", true),
+    ] {
+        let ranks = ranks();
+        ranks[2].send(message(Rank(0), span(&mut [7])), PATIENCE, quiet()).expect("sent");
+        ranks[2].shut_down(&Error::aborted("it leaves"), farewell);
+        ranks[2].control.note_departure(farewell);
+        if let Some(how) = ended.clone() {
+            ranks[0].control.note_exit(Rank(2), how);
+        }
+        let mut came = [0u8];
+        let received =
+            ranks[0].recv(message(Rank(2), span(&mut came)), PATIENCE, quiet()).expect("begun");
+        ranks[0].wait(received, None).expect("completed");
+        assert_eq!(came, [7], "{farewell} {ended:?}: it was sent before");
+        if fails {
+            // A receive from a live rank and one from any source end.
+            for peer in [Some(Rank(1)), None] {
+                let ((completion, told), ranks) = (reported(), &ranks);
+                let spec = MessageSpec { peer, tag: 9, ..*message(Rank(1), span(&mut [])) };
+                if let Ok(ticket) = ranks[0].recv(Message::of(spec), PATIENCE, completion) {
+                    ranks[0].wait(ticket, None).expect("completed");
+                    let error = told.try_recv().expect("ended").expect_err("the group has failed");
+                    error.assert_says(ErrorKind::Peer, &["rank 2", text]);
+                }
+            }
+        }
+        let refused = ranks[0].send(message(Rank(2), span(&mut [8])), PATIENCE, quiet());
+        refused.expect_err("it has left").assert_says(ErrorKind::Peer, &["rank 2", text]);
+        assert_eq!(ranks[0].control.failure().is_some(), fails, "{farewell} {ended:?}");
+        if !fails {
+            ranks[0].send(message(Rank(1), span(&mut [8])), PATIENCE, quiet()).expect("sent");
+        }
+        ranks.iter().for_each(|rank| rank.stop());
+    }
+}
+
+#[test]
 fn more_empty_messages_than_may_go_unasked_arrive() {
     let ranks = ranks();
     let empty = |peer| message(Rank(peer), span(&mut []));
