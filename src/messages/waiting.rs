@@ -74,7 +74,7 @@ const PROGRESS_POLL: Duration = Duration::from_millis(1);
 /// Poll interval of a spare progress thread, which checks whether a completion blocks the active
 /// one. A wake-up per completion would cost more.
 const TAKEOVER_POLL: Duration = Duration::from_millis(10);
-/// Time after which an unused spare progress thread ends.
+/// The time after which an unused spare progress thread ends.
 const IDLE_THREAD_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Messages {

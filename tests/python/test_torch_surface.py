@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -55,6 +56,37 @@ def futures(rank: int) -> None:
     assert first.then(more).wait().eq(2 * WORLD).all()
 
 
+def _nested_receive(late: bool) -> None:
+    a, b, entered = torch.zeros(4), torch.zeros(4), threading.Event()
+    first, second = dist.irecv(a, 1, tag=1), dist.irecv(b, 1, tag=2)
+    wait = second.get_future().wait if late else second.wait
+
+    def both(_done: object) -> torch.Tensor:
+        entered.set()
+        wait()
+        return b.clone()
+
+    outcome = first.get_future().then(both)
+    dist.send(torch.ones(1), 1, tag=3)
+    if late:
+        assert entered.wait(20)
+        dist.send(torch.ones(1), 1, tag=4)
+    assert outcome.wait().eq(2).all()
+
+
+def message_futures(rank: int) -> None:
+    """A callback of a receive waits for a receive that ends with it, or for one whose message is sent later."""
+    for late in (False, True):
+        if rank == 0:
+            _nested_receive(late)
+        elif rank == 1:
+            dist.recv(torch.zeros(1), 0, tag=3)
+            dist.send(torch.ones(4), 0, tag=1)
+            if late:
+                dist.recv(torch.zeros(1), 0, tag=4)
+            dist.send(torch.full((4,), 2.0), 0, tag=2)
+
+
 def backward(rank: int) -> None:
     """A failure inside a backward pass keeps its type."""
     layer = torch.nn.Linear(4 + (rank == 0), 4)
@@ -94,6 +126,6 @@ def aborted(rank: int) -> None:
 
 
 @pytest.mark.ranks(WORLD, group_timeout=30)
-@pytest.mark.parametrize("body", [inputs, futures, backward, split, aborted])
+@pytest.mark.parametrize("body", [inputs, futures, message_futures, backward, split, aborted])
 def test(rank: int, body: Callable[[int], None]) -> None:
     body(rank)
