@@ -94,8 +94,8 @@ impl LostPeers {
     }
 
     /// Returns the peer whose exit ends a message with `peer`: `peer` itself, or any member that
-    /// has failed. If `peer` is `None`, for any source, all peers must have left; `far` is true if a
-    /// rank of another node may also complete the message.
+    /// has failed. If `peer` is `None`, for any source, all peers must have left; `far` is true if
+    /// a rank of another node may also complete the message.
     fn ends(
         &self,
         control: &ControlBlock,

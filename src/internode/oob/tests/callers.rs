@@ -202,7 +202,7 @@ fn a_hub_without_free_descriptors_pauses_and_says_why() {
         let _caller = call(&address).expect("it listens");
         let usual = getrlimit(Resource::Nofile);
         let limit = |limit| setrlimit(Resource::Nofile, limit).expect("may be lowered");
-        limit(Rlimit { current: Some(0), ..usual.clone() });
+        limit(Rlimit { current: Some(0), ..usual });
         turn(&mut hub);
         let error = hub.accept_error().expect("it cannot accept");
         assert_eq!(error.kind, ErrorKind::Config);
