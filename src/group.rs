@@ -243,7 +243,7 @@ impl Group {
         }
         let me = self.control.describe(self.control.rank());
         self.health.fail(Error::aborted(format!("{me} aborted group \"{}\"", self.control.name())));
-        // Ends the messages before this call returns.
+        // Calls the completions of messages that no other thread calls already.
         let _ = self.messages.progress();
     }
 

@@ -1,6 +1,8 @@
 #include "errors.hpp"
 
 #include <c10/util/Exception.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <array>
 #include <utility>
@@ -31,9 +33,14 @@ class PythonSignals final : public InterruptHandle {
       return false;
     }
     const pybind11::gil_scoped_acquire gil;
+    // A handler may call the core itself. It must not get an exception that an earlier handler
+    // raised in the wait that it interrupts.
+    auto* const earlier = std::exchange(interrupt, nullptr);
     if (PyErr_CheckSignals() == 0) {
+      interrupt = earlier;
       return false;
     }
+    const std::unique_ptr<std::exception_ptr> replaced(earlier);
     python_error error;
     error.persist();
     keep_interrupt(std::make_exception_ptr(std::move(error)));
@@ -103,7 +110,11 @@ void rethrow_interrupt() {
 }
 
 void handle_signals() {
-  PythonSignals().is_pending();
+  // As in src/sys/interrupt.rs. Another thread runs no handlers, and must not request the GIL of an
+  // interpreter that is ending.
+  if (syscall(SYS_gettid) == getpid()) {
+    PythonSignals().is_pending();
+  }
   rethrow_interrupt();
 }
 

@@ -48,7 +48,7 @@ void rethrow_interrupt();
 // thread runs handlers.
 void handle_signals();
 
-// Returns true for an exception that Python code raised, such as a signal handler.
+// Returns true for an exception of a signal handler.
 bool is_python_error(const std::exception_ptr& error);
 
 // Throws unless the status of a store is success. The exception classes are those of torch's

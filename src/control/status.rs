@@ -108,7 +108,8 @@ impl ControlBlock {
         Some(self.exit_error(rank, &self.departure(rank)?))
     }
 
-    fn exit_error(&self, rank: Rank, how: &str) -> Error {
+    /// Returns the error that names a member which has left or ended, and `how`.
+    pub fn exit_error(&self, rank: Rank, how: &str) -> Error {
         Error::peer(format!("{} of group \"{}\" {how}", self.describe(rank), self.name))
     }
 
@@ -171,7 +172,8 @@ impl ControlBlock {
             let departure = self.departure(rank);
             let excepted = || !self.words(rank).exit_reason.0.read().is_empty();
             let text = match departure {
-                Some(departure) if excepted() => departure,
+                // A program may handle the exception that it reports, and end with 0.
+                Some(departure) if excepted() && !process::names_success(how) => departure,
                 Some(_) if !process::names_error_code(how) => return None,
                 Some(_) | None => how.clone(),
             };
@@ -188,7 +190,10 @@ impl ControlBlock {
             return None;
         }
         let reason = self.exit_reason_of_awaited(rank, !waits)?;
-        Some((reason, !self.words(rank).exit_reason.0.read().is_empty()))
+        // If the process is about to end, the group fails only then: see above.
+        let fails =
+            !self.words(rank).exit_reason.0.read().is_empty() && !self.is_about_to_end(rank);
+        Some((reason, fails))
     }
 
     /// Names `ranks`, the state of each process and what the rank is `doing`, such as "rank 1 (rank

@@ -1,5 +1,6 @@
 //! Finds the inter-node backends of a group, and its node map.
 
+use super::oob::LEADERS_PER_NODE;
 use super::rail::Life;
 use crate::bootstrap::{self, Discovered, JoinOptions, Joined, MultiNodeRanks};
 use crate::config::{Config, InterNodeBackends, InterNodeChoice};
@@ -66,10 +67,13 @@ pub(super) fn lost(members: impl Iterator<Item = Rank>) -> Option<(Rank, Error)>
 /// Returns true if `failure`, of the group of this name and node map, says that `rank` or its node
 /// is lost. The first failure of a group reaches all ranks only as text.
 fn is_lost(layout: &NodeMap, rank: Rank, group: &str, failure: &str) -> bool {
-    let who = [layout.describe(rank), layout.name_node(layout.node_of(rank))];
-    let says = |who: &String, how| failure.contains(&format!("{who} of group \"{group}\" {how}"));
-    who.iter()
-        .any(|who| ["has ended", "is gone", "has not answered"].iter().any(|how| says(who, how)))
+    let says = |who: String, how| failure.contains(&format!("{who} of group \"{group}\" {how}"));
+    // Only the leaders of a node have connections, so its other ranks may live.
+    let leads = layout.local_rank(rank) < LEADERS_PER_NODE;
+    // A node that "has not answered" may have paused.
+    says(layout.describe(rank), "has ended")
+        || says(layout.describe(rank), "is gone")
+        || leads && says(layout.name_node(layout.node_of(rank)), "is gone")
 }
 
 /// Returns the inter-node backends of the group that `options` name: those that `named` selects, or
@@ -188,12 +192,13 @@ mod tests {
     #[test]
     fn only_a_failure_that_names_a_rank_or_its_node_as_lost_counts() {
         let place = |(pid, node): (u32, &str)| RankLocation { pid, ..RankLocation::on(node) };
-        let layout = NodeMap::of(&(100..).zip(["a", "a", "b"]).map(place).collect::<Vec<_>>());
+        let layout = NodeMap::of(&(100..).zip(["a", "a", "b", "a"]).map(place).collect::<Vec<_>>());
         let cases = [
             ("rank 0 (node \"a\", pid 100) of group \"g\" has ended (killed by signal 9)", "0"),
             ("rank 2 waited for rank 0 (node \"a\", pid 100) of group \"g\" has ended (gone)", "0"),
             ("rank 1 (node \"a\", pid 101) of group \"g\" is gone: its connection has ended", "1"),
-            ("node \"a\" (ranks 0 and 1) of group \"g\" has not answered for 5.0 s", "0 1"),
+            ("node \"a\" (ranks 0, 1 and 3) of group \"g\" is gone: all its connections", "0 1"),
+            ("node \"a\" (ranks 0, 1 and 3) of group \"g\" has not answered for 5.0 s", ""),
             ("node \"b\" (rank 2) of group \"g\" is gone: all its connections have ended", "2"),
             // An earlier process, a rank that lives, and a group with other numbers.
             ("rank 0 (node \"a\", pid 99) of group \"g\" has ended (gone)", ""),
@@ -201,7 +206,7 @@ mod tests {
             ("rank 0 (node \"a\", pid 100) of group \"h\" has ended (gone)", ""),
         ];
         for (failure, expected) in cases {
-            let lost: Vec<String> = (0..3)
+            let lost: Vec<String> = (0..4)
                 .filter(|&rank| is_lost(&layout, Rank(rank), "g", failure))
                 .map(|rank| rank.to_string())
                 .collect();

@@ -158,7 +158,8 @@ impl MessageTable {
         self.pending().find_map(|pending| {
             let late = pending.limit.remaining().is_none();
             if pending.peer.is_some_and(|peer| self.is_internode(peer)) {
-                return control.dead().or_else(|| late.then(|| self.late(control, &pending)));
+                let dead = lost.dead.as_ref().map(|(rank, how)| control.exit_error(*rank, how));
+                return dead.or_else(|| late.then(|| self.late(control, &pending)));
             }
             let end = lost.ends(control, pending.peer, self.reaches);
             end.map(|end| self.ended(control, &pending, end))
@@ -306,8 +307,10 @@ impl Messages {
 
     /// Flushes frames to ranks of other nodes, and calls the completions that are due, without the
     /// lock. Each stays in the table until its turn, because a completion may wait for a message
-    /// whose completion is due after it.
+    /// whose completion is due after it. Does not call those that become due meanwhile: the thread
+    /// may wait for a message that has ended, or with a limit.
     pub(super) fn complete(&self, mut state: MutexGuard<'_, MessageTable>) {
+        let mut left = state.finished.len();
         let (mut due, untold) = (self.begin_completion(&mut state), state.unnotified.take());
         drop(state);
         self.tell(untold);
@@ -317,7 +320,8 @@ impl Messages {
             let mut state = self.lock();
             state.open.remove(&ticket);
             state.progress.leave_completion(role);
-            due = self.begin_completion(&mut state);
+            left = left.saturating_sub(1);
+            due = if left > 0 { self.begin_completion(&mut state) } else { None };
             drop(state);
             // Other threads of this rank may sleep until this message is complete.
             self.control.wake_sleepers();

@@ -166,7 +166,7 @@ impl Messages {
         self.disconnect(far, LINK_CLOSE_TIMEOUT);
         let deadline = Instant::now() + LINK_CLOSE_TIMEOUT;
         let mut state = self.lock();
-        // A completion on one of these threads may drop the last reference to the group.
+        // One of these threads may hold the last reference to the group.
         while state.threads.iter().any(|&thread| thread != std::thread::current().id()) {
             let Some(left) = deadline.checked_duration_since(Instant::now()) else { break };
             state = unpoisoned(far.changed.wait_timeout(state, left)).0;

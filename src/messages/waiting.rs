@@ -74,6 +74,9 @@ const PROGRESS_POLL: Duration = Duration::from_millis(1);
 /// Poll interval of a spare progress thread, which checks whether a completion blocks the active
 /// one. A wake-up per completion would cost more.
 const TAKEOVER_POLL: Duration = Duration::from_millis(10);
+/// Maximum number of progress threads of a group. While as many completions block, messages for
+/// which no thread waits pause.
+const MAX_PROGRESS_THREADS: usize = 4;
 /// The time after which an unused spare progress thread ends.
 const IDLE_THREAD_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -210,10 +213,13 @@ impl Messages {
             return Ok(());
         }
         let Some(this) = self.this.upgrade() else { return Ok(()) };
-        let thread = thread::spawn("symm-progress", None, move || this.work())
-            .map_err(|e| Error::internal(format!("starting a group's progress thread: {e}")))?;
         let mut workers = lock(&self.workers);
         workers.retain(|worker| !worker.is_finished());
+        if workers.len() == MAX_PROGRESS_THREADS {
+            return Ok(());
+        }
+        let thread = thread::spawn("symm-progress", None, move || this.work())
+            .map_err(|e| Error::internal(format!("starting a group's progress thread: {e}")))?;
         workers.push(thread);
         state.progress.spare += 1;
         Ok(())
@@ -315,6 +321,10 @@ impl Messages {
                 // checked.
                 let left = self.soonest_deadline().min(INTERNODE_POLL);
                 let mut state = self.lock();
+                // Their completions may have become due since this thread looked.
+                if !attended && !state.finished.is_empty() {
+                    continue;
+                }
                 state.idle = true;
                 state = unpoisoned(self.begun.wait_timeout(state, left)).0;
                 state.idle = false;

@@ -211,10 +211,19 @@ pub fn exit_cause(process: ProcessId, pidfd: &OwnedFd) -> String {
         .map_or_else(|| "gone".into(), describe)
 }
 
+fn exit_code(how: &str) -> Option<&str> {
+    how.split_once("exited with code ").map(|(_, code)| code)
+}
+
 /// Returns true if the text `how`, which contains an [`exit_cause`], names an exit code other than
 /// 0.
 pub fn names_error_code(how: &str) -> bool {
-    how.split_once("exited with code ").is_some_and(|(_, code)| !code.starts_with('0'))
+    exit_code(how).is_some_and(|code| !code.starts_with('0'))
+}
+
+/// Returns true if the text `how`, which contains an [`exit_cause`], names the exit code 0.
+pub fn names_success(how: &str) -> bool {
+    exit_code(how).is_some_and(|code| code.starts_with('0'))
 }
 
 fn reaped_status(pidfd: &OwnedFd) -> Option<i32> {

@@ -29,7 +29,7 @@ def told(program: str, *arguments: str, replaces: str = "0", launched: bool = Tr
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "SYMM_REPLACE_GLOO": replaces, "HF_HUB_OFFLINE": "1"}
     command += [str(PROGRAMS / program), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=270, env=environment, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     # Ranks share the pipe, so a line may contain the output of two ranks.
     lines = re.findall(r"told (\{.*?\})", result.stdout)

@@ -43,15 +43,15 @@ def descendants() -> dict[int, str]:
 
 def _parent(pid: str) -> int:
     with suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
     return 0
 
 
 def _doing(pid: int) -> str:
     try:
         folder = Path(f"/proc/{pid}")
-        state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-        command = (folder / "cmdline").read_text().replace("\0", " ")
+        state = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        command = (folder / "cmdline").read_text(errors="replace").replace("\0", " ")
         return f"{pid} {state} {(folder / 'wchan').read_text()} {command}"
     except OSError:
         return f"{pid} has ended"

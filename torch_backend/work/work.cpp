@@ -266,7 +266,8 @@ bool WorkCoalesced::wait(std::chrono::milliseconds timeout) {
     try {
       part->wait(std::max(left, std::chrono::milliseconds(1)));
     } catch (...) {
-      if (std::chrono::steady_clock::now() < limit || part->isCompleted()) {
+      if (is_python_error(std::current_exception()) || std::chrono::steady_clock::now() < limit ||
+          part->isCompleted()) {
         throw;
       }
       wait_gave_up(timeout);

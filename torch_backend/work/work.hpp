@@ -15,12 +15,12 @@ namespace symm {
 
 using Group = std::shared_ptr<rust::Box<GroupHandle>>;
 
-// Throws the SymmTimeoutError of a `wait(limit)` that ends before its call does; the group stays
-// usable.
 // Returns the limit that a caller of `wait` means: 0 is no limit, as for c10d, and a negative
 // timeout is a deadline that has passed.
 std::chrono::milliseconds wait_limit(std::chrono::milliseconds timeout);
 
+// Throws the SymmTimeoutError of a `wait(limit)` that ends before its call does; the group stays
+// usable.
 [[noreturn]] void wait_gave_up(std::chrono::milliseconds limit);
 
 // Returns a future of the `WorkResult` with which `future` ends: TIMEOUT for a SymmTimeoutError,

@@ -333,7 +333,8 @@ def _handlers_run_at_the_end() -> Iterator[None]:
                 signal.signal(number, lambda *signal_and_frame: came.append(signal_and_frame))
         yield
     finally:
-        for known, handler in handlers.items():
+        # The handler of SIGINT, which was replaced first and usually raises, comes back last.
+        for known, handler in reversed(handlers.items()):
             signal.signal(known, handler)
         for arrived, frame in came:
             handlers[arrived](arrived, frame)

@@ -12,8 +12,9 @@ use crate::internode::discovery;
 use crate::lock::lock;
 use crate::rank::Rank;
 use crate::store::Store;
-use crate::store::deadline::DeadlineStore;
 use crate::store::prefix::PrefixStore;
+use crate::store::request::{Request, StoreOp};
+use crate::store::table::TableReply;
 use crate::sys::fork::PerProcess;
 use std::cell::Cell;
 use std::collections::HashSet;
@@ -50,9 +51,9 @@ impl InternodeJoin<'_> {
             // The other ranks reach their own deadlines.
             if error.kind != ErrorKind::Timeout {
                 // Best effort, because a store error must not replace the failure.
-                let purpose = "a failure could not be stored".into();
-                let store = DeadlineStore::new(store, Instant::now() + REPORT_TIME, purpose);
-                let _ = store.compare_set(&key, &[], &encoded(error));
+                let text = encoded(error);
+                let request = Request::new(StoreOp::CompareSet, vec![&key], vec![&[], &text]);
+                let _ = store.call(&request, Some(REPORT_TIME));
             }
             lock(FAILED.get()).insert(key);
         }
@@ -81,10 +82,11 @@ impl InternodeJoin<'_> {
     pub(super) fn failures(&self) -> impl Fn() -> Option<Error> {
         let ranks = if self.records.is_some() { self.node_map.size() as u32 } else { 1 };
         let (interval, key) = (RECORDS_POLL * ranks, self.failure_key());
-        let next = Cell::new(Instant::now() + interval);
+        let (next, first) = (Cell::new(Instant::now() + interval), Cell::new(true));
         move || {
-            let lost = self.lost();
-            if lost.is_none() && Instant::now() < next.get() {
+            let due = Instant::now() >= next.get();
+            let lost = if first.replace(false) || due { self.lost() } else { None };
+            if lost.is_none() && !due {
                 return None;
             }
             next.set(Instant::now() + interval);
@@ -100,9 +102,11 @@ impl InternodeJoin<'_> {
 
     /// Returns the failure that a rank has left at `key`.
     fn failure_at(&self, key: &str) -> Option<Error> {
-        if !self.store.check(&[key]).ok()? {
+        // The store's server may have been on the lost node.
+        let request = Request::new(StoreOp::Check, vec![key], vec![]);
+        let TableReply::Flag(true) = self.store.call(&request, Some(REPORT_TIME)).ok()? else {
             return None;
-        }
+        };
         decoded(&self.store.get(key, Some(REPORT_TIME)).ok()?)
     }
 

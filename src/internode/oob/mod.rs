@@ -37,7 +37,7 @@ use thread::LeaderRegistration;
 
 /// Maximum number of node leaders per node. With two, the node still reports events if one of them
 /// dies.
-const LEADERS_PER_NODE: usize = 2;
+pub(super) const LEADERS_PER_NODE: usize = 2;
 
 /// The ranks of this node, as a node leader sees them.
 pub(super) trait LocalNode: Send + Sync {

@@ -119,9 +119,11 @@ impl NodeLeader {
             .collect()
     }
 
-    /// Returns the reason for which this hub cannot accept connections, if there is one.
+    /// Returns the limit because of which this hub cannot accept connections, if there is one.
     pub(super) fn accept_error(&self) -> Option<Error> {
-        self.accept_failure.map(|(errno, _)| Required::Accept.failed(errno))
+        let limits = |errno: &Errno| matches!(*errno, Errno::MFILE | Errno::NFILE);
+        let (errno, _) = self.accept_failure.filter(|(errno, _)| limits(errno))?;
+        Some(Required::Accept.failed(errno))
     }
 
     /// Returns the departure of a rank of another node as an error, if one is known; a rank with

@@ -83,15 +83,21 @@ def transport(device: str, logs: str) -> tuple[bool, str]:
 
 
 def free_port() -> int:
-    """Returns a free port of the loopback interface that the kernel assigns to no process which requests any port."""
-    below = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    lowest = min(10_000, below // 2)
-    while True:
+    """Returns a free port of the loopback interface that the kernel does not assign to others, if there is one."""
+    below = 0
+    with suppress(OSError):
+        below = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    lowest = min(10_000, max(1024, below // 2))
+    for _ in range(below - lowest):
         # Concurrent processes start at different ports.
         port = lowest + (os.getpid() * 31 + next(_ports)) % (below - lowest)
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+    # The kernel may assign all ports that need no privilege.
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def children(module: str, device: str, ranks: int, folder: str) -> list[Program]:
