@@ -111,8 +111,6 @@ pub struct ControlBlock {
     pub(super) failed_at: Vec<OnceLock<Instant>>,
     /// The first member that this member has seen exit.
     pub(super) first_exited: OnceLock<Rank>,
-    /// When this member first saw that the group has failed.
-    pub(super) failure_seen: OnceLock<Instant>,
     /// Describes the progress of calls that run in kernels. Set once kernels may wait for peers
     /// while no thread of this process waits; from then on, a member's exit fails the group at
     /// once.
@@ -153,7 +151,6 @@ impl ControlBlock {
             exited,
             failed_at,
             first_exited: OnceLock::new(),
-            failure_seen: OnceLock::new(),
             kernel_progress: OnceLock::new(),
             spins,
             yields_to_peer: AtomicU32::new(0),

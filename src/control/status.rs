@@ -40,10 +40,7 @@ impl ControlBlock {
     /// Returns the first failure of the group.
     pub fn failure(&self) -> Option<Error> {
         let failure = &self.header().failure;
-        if !failure.stands() {
-            return None;
-        }
-        failure.read(self.rank, *self.failure_seen.get_or_init(Instant::now))
+        if failure.stands() { failure.read(self.rank) } else { None }
     }
 
     /// Records that the process of `rank` has ended, and wakes this member.
