@@ -248,11 +248,11 @@ def _beside_agent(
     turns = PrefixStore(f"symm/rendezvous/{_restarts()}", agent)
     # Every rank counts its own rendezvous: a second one in the same processes has its own server and key.
     turn = turns.add(f"turn/{rank}", 1)
-    if rank != 0 and (behind := turns.add("turn/0", 0) - turn) > 0:
-        # Rank 0 has given up a rendezvous since this rank did.
-        turn = turns.add(f"turn/{rank}", behind)
-    key = f"endpoint/{turn}"
     if rank != 0:
+        if (behind := turns.add("turn/0", 0) - turn) > 0:
+            # Rank 0 has given up a rendezvous since this rank did.
+            turn = turns.add(f"turn/{rank}", behind)
+        key = f"endpoint/{turn}"
         try:
             turns.wait([key], left(deadline))
         except DistStoreError as error:
@@ -277,6 +277,7 @@ def _beside_agent(
         secret=secret,
         require_same_user=require_same_user,
     )
+    key = f"endpoint/{turn}"
     turns.set(key, f"{store.host} {store.port}")
     return store, partial(turns.delete_key, key)
 
