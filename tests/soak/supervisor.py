@@ -191,7 +191,7 @@ class Supervisor:
             raise Violation(f"left in /dev/shm: {left}")
 
     def _of_others(self, name: str) -> bool:
-        """Returns true if a name has the pid of a process that runs, such as one of a test beside this soak."""
+        """Returns true if a name has the pid of a process that runs, such as one of a concurrent test."""
         pid = re.search(r"\d+", name)
         return pid is not None and int(pid[0]) not in self.pids and Path(f"/proc/{pid[0]}").exists()
 

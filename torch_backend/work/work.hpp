@@ -15,8 +15,8 @@ namespace symm {
 
 using Group = std::shared_ptr<rust::Box<GroupHandle>>;
 
-// Returns the limit that a caller of `wait` means: 0 is no limit, as for c10d, and a negative
-// timeout is a deadline that has passed.
+// Returns the limit that a caller of `wait` means. As in c10d, 0 means that there is none. A
+// negative timeout is a deadline that has passed.
 std::chrono::milliseconds wait_limit(std::chrono::milliseconds timeout);
 
 // Throws the SymmTimeoutError of a `wait(limit)` that ends before its call does; the group stays

@@ -119,7 +119,7 @@ impl NodeLeader {
             .collect()
     }
 
-    /// Returns the limit because of which this hub cannot accept connections, if there is one.
+    /// Returns an error if a limit keeps this hub from accepting connections.
     pub(super) fn accept_error(&self) -> Option<Error> {
         let limits = |errno: &Errno| matches!(*errno, Errno::MFILE | Errno::NFILE);
         let (errno, _) = self.accept_failure.filter(|(errno, _)| limits(errno))?;
