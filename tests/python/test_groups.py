@@ -189,6 +189,21 @@ def test_shrink_group_says_what_serves_instead(rank: int) -> None:
     check_group()
 
 
+@pytest.mark.ranks(2)
+def test_a_split_does_not_change_the_options_of_its_parent(rank: int) -> None:
+    """torch before 2.14 writes the child's name, timeout and description to the options that the parent returns."""
+    for parent in (dist.group.WORLD, dist.new_group(timeout=timedelta(seconds=9))):
+        options = backend_of(parent).options
+        before = (options.group_name, options._timeout)
+        child = parent.split_group([0, 1], timeout=timedelta(seconds=7), group_name=f"child of {before[0]}")
+        assert backend_of(child).options.group_name == f"child of {before[0]}"
+        assert backend_of(child).options._timeout == timedelta(seconds=7)
+        options = backend_of(parent).options
+        assert (options.group_name, options._timeout) == before
+        check_group(parent)
+        check_group()
+
+
 # proves P17
 @pytest.mark.ranks(2)
 def test_split_groups_end_with_their_last_reference(rank: int) -> None:

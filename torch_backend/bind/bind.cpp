@@ -192,11 +192,7 @@ void bind(py::module_ module) {
           }),
           py::arg("store"), py::arg("rank"), py::arg("size"),
           py::arg("timeout") = Timeout(kBackendDefaultTimeout), py::arg("group_name") = "")
-      .def_property_readonly(
-          "options",
-          [](ProcessGroupSymm& self) {
-            return c10::static_intrusive_pointer_cast<Options>(self.getBackendOptions());
-          })
+      .def_property_readonly("options", &ProcessGroupSymm::options)
       .def(
           "_set_default_timeout",
           [](ProcessGroupSymm& self, const Timeout& timeout) {

@@ -153,7 +153,9 @@ void leave_all(std::chrono::milliseconds limit, const std::string& farewell) {
 }
 
 c10::intrusive_ptr<::c10d::Backend::Options> ProcessGroupSymm::getBackendOptions() {
-  return c10::static_intrusive_pointer_cast<::c10d::Backend::Options>(options_);
+  // Before torch 2.14, split_group and merge_remote_group write the name, timeout and description
+  // of the new group to these.
+  return c10::make_intrusive<Options>(*options_);
 }
 
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::launch(

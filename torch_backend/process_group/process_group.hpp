@@ -81,7 +81,11 @@ class ProcessGroupSymm : public ::c10d::Backend {
   const std::string getBackendName() const override {
     return "symm";
   }
+  // Returns a copy.
   c10::intrusive_ptr<::c10d::Backend::Options> getBackendOptions() override;
+  const c10::intrusive_ptr<Options>& options() const {
+    return options_;
+  }
 
   // The core's group; it can no longer be used once this rank has left.
   const Group& core() const {
