@@ -170,8 +170,8 @@ impl ControlBlock {
             let excepted = || !self.words(rank).exit_reason.0.read().is_empty();
             let text = match departure {
                 // A program may handle the exception that it reports, and end with 0.
-                Some(departure) if excepted() && !process::names_success(how) => departure,
-                Some(_) if !process::names_error_code(how) => return None,
+                Some(departure) if excepted() && process::exit_code(how) != Some(0) => departure,
+                Some(_) if process::exit_code(how).unwrap_or(0) == 0 => return None,
                 Some(_) | None => how.clone(),
             };
             Some((rank, text))

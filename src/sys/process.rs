@@ -211,19 +211,10 @@ pub fn exit_cause(process: ProcessId, pidfd: &OwnedFd) -> String {
         .map_or_else(|| "gone".into(), describe)
 }
 
-fn exit_code(how: &str) -> Option<&str> {
-    how.split_once("exited with code ").map(|(_, code)| code)
-}
-
-/// Returns true if the text `how`, which contains an [`exit_cause`], names an exit code other than
-/// 0.
-pub fn names_error_code(how: &str) -> bool {
-    exit_code(how).is_some_and(|code| !code.starts_with('0'))
-}
-
-/// Returns true if the text `how`, which contains an [`exit_cause`], names the exit code 0.
-pub fn names_success(how: &str) -> bool {
-    exit_code(how).is_some_and(|code| code.starts_with('0'))
+/// Returns the exit code that the text `how`, which contains an [`exit_cause`], names.
+pub fn exit_code(how: &str) -> Option<i32> {
+    let (_, code) = how.split_once("exited with code ")?;
+    code.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
 }
 
 fn reaped_status(pidfd: &OwnedFd) -> Option<i32> {
@@ -328,6 +319,8 @@ pub(crate) mod tests {
         assert_eq!(describe(11 | 0x80), "killed by signal 11 (SIGSEGV)");
         assert_eq!(describe(40), "killed by signal 40");
         assert_eq!(describe(3 << 8), "exited with code 3");
+        assert_eq!(exit_code("has ended (exited with code 30)"), Some(30));
+        assert_eq!(exit_code("has ended (killed by signal 9 (SIGKILL))"), None);
     }
 
     #[test]
