@@ -147,7 +147,9 @@ def _hears(text: str, expected: str) -> Saw:
 def programs(side: str) -> Outcome:
     endings = [*EXITS.values(), *(FAREWELL.format(ending=ending) for ending in FAREWELLS)]
     with resource_leaks.fresh_folder() as place:
-        command = [sys.executable, "-W", "error::ResourceWarning", "-c", PROGRAM, side, str(place), json.dumps(endings)]
+        # Python 3.12 warns of every fork of a process with threads.
+        warnings = ("-W", "error::ResourceWarning", "-W", "ignore:This process:DeprecationWarning")
+        command = [sys.executable, *warnings, "-c", PROGRAM, side, str(place), json.dumps(endings)]
         subprocess.run(command, timeout=180, check=True)
         saw = [_exit(place, number) for number in range(len(EXITS))]
         for number, expected in enumerate(FAREWELLS.values(), len(EXITS)):
