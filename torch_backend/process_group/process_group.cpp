@@ -155,7 +155,7 @@ void leave_all(std::chrono::milliseconds limit, const std::string& farewell) {
 c10::intrusive_ptr<::c10d::Backend::Options> ProcessGroupSymm::getBackendOptions() {
   // Before torch 2.14, split_group and merge_remote_group write the name, timeout and description
   // of the new group to these.
-  return c10::make_intrusive<Options>(*options_);
+  return options_->clone();
 }
 
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::launch(

@@ -15,7 +15,7 @@ namespace symm {
 
 using Group = std::shared_ptr<rust::Box<GroupHandle>>;
 
-// Returns the limit that a caller of `wait` means. As in c10d, 0 means that there is none. A
+// Returns the limit that a caller of `wait` means. As in c10d, a wait with 0 is unlimited. A
 // negative timeout is a deadline that has passed.
 std::chrono::milliseconds wait_limit(std::chrono::milliseconds timeout);
 
