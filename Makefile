@@ -27,7 +27,7 @@ test: test-rust test-python
 
 test-slow: test-kernels test-python-slow
 
-# Both of the above, kernels for every number of ranks, and all of torch's own tests on two nodes.
+# Both of the above, kernels for every number of ranks, and all of torch's own tests, with 3 ranks and on two nodes, too.
 test-all: export KERNELS_COMPILE_ALL = 1
 test-all: test test-slow test-torch-all
 

@@ -1,6 +1,7 @@
 """torch's own distributed tests (``_DistTestBase``), on CPU: every one with 3 ranks, 4 ranks, and 2 on each of 2 nodes.
 
-On several nodes the tests of ``short_internode.txt`` run in ``make test``, and all run in ``make test-all``.
+``make test`` runs all of them with 4 ranks, and those of ``short.txt`` in the other worlds, too. ``make test-torch-all``,
+which ``.ci/nightly`` runs, has the rest.
 ``expected_skips.txt`` lists the tests that may be skipped, one test per line with its reason. The list may only shrink:
 a listed test that runs fails here until its line is removed. SYMM_TEST_BACKEND=gloo runs them on Gloo, for comparison.
 """
@@ -27,8 +28,8 @@ HERE = Path(__file__).parent
 LIMIT_S = 120
 #: Numbers of ranks, or of nodes and of ranks on each.
 WORLDS = ("3", "4", "2x2")
-#: Tests that run on several nodes in every test run: each collective, messages, groups, errors, and a few programs.
-SHORT = frozenset((HERE / "short_internode.txt").read_text().split())
+#: Tests that every run makes in all worlds: each collective, messages, groups, errors, and a few programs.
+SHORT = frozenset((HERE / "short.txt").read_text().split())
 
 
 def upstream_tests() -> list[str]:
@@ -104,7 +105,7 @@ def all_tests() -> list[Any]:
     """Each test in each world; tests that are not required for every change are marked."""
     marks = {True: pytest.mark.everything, False: ()}
     return [
-        pytest.param(test, world, marks=marks["x" in world and test not in SHORT])
+        pytest.param(test, world, marks=marks[world != "4" and test not in SHORT])
         for test, world in itertools.product(upstream_tests(), WORLDS)
     ]
 
