@@ -124,6 +124,8 @@ else:
         dist.all_reduce(torch.ones(4))
     except dist.DistBackendError as error:
         note("heard", str(error))
+    # Only the exit of rank 1 is a subject here, and one by the interpreter takes 0.4 s of CPU.
+    os._exit(0)
 """
 
 
