@@ -8,6 +8,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+# Inductor reads these settings when it is imported, so ranks that are forked afterwards cannot choose them. Without
+# them, each rank starts a pool of compiler processes and compiles a program that tests its processor.
+os.environ.update(TORCHINDUCTOR_COMPILE_THREADS="1", TORCHINDUCTOR_VEC_ISA_OK="0")
+
 import pytest
 import torch
 import torch.fx.experimental.symbolic_shapes  # sympy: once, not in each forked rank that uses symm_mem

@@ -19,8 +19,6 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-#: Settings of each rank's Inductor: a pool of compiler processes would only compete for the cores.
-QUIET = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
 
 
 def run_program(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch_symm
 from norm_reference import numbers, reference, same_bits
-from programs import QUIET, needs_compiler
+from programs import needs_compiler
 from torch_symm.compile import disable, enable
 from torch_symm.compile._pass import Following, SymmPass
 
@@ -229,7 +229,7 @@ def test_what_computes_something_else_is_left_alone(rank: int) -> None:
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.ranks(2, timeout=220, env=QUIET)
+@pytest.mark.ranks(2, timeout=220)
 def test_compiled_layers_have_the_operators_bits(rank: int, world_size: int) -> None:
     torch_symm.stats()
     name, gloo = dist.group.WORLD.group_name, dist.new_group(backend="gloo").group_name
@@ -377,7 +377,7 @@ def copies(code: str) -> int:
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.ranks(2, timeout=220, env=QUIET)
+@pytest.mark.ranks(2, timeout=220)
 def test_compiled_code_copies_nothing(rank: int) -> None:
     from torch._inductor.utils import run_and_get_code
 

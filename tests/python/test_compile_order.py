@@ -12,7 +12,7 @@ import torch
 import torch._inductor.config
 import torch.distributed as dist
 import torch_symm
-from programs import QUIET, needs_compiler
+from programs import needs_compiler
 from torch.utils.checkpoint import checkpoint
 from torch_symm import _inductor
 from torch_symm._native import OPERATORS
@@ -36,7 +36,7 @@ def check_compiled(step: Callable[..., Any], *given: torch.Tensor) -> None:
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.ranks(2, timeout=300, env=QUIET)
+@pytest.mark.ranks(2, timeout=300)
 def test_ranks_with_tensors_of_other_sizes_keep_the_order(rank: int) -> None:
     torch_symm.stats()  # Registers the operators
     name = dist.group.WORLD.group_name
@@ -60,7 +60,7 @@ def test_ranks_with_tensors_of_other_sizes_keep_the_order(rank: int) -> None:
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.ranks(2, timeout=300, env=QUIET)
+@pytest.mark.ranks(2, timeout=300)
 def test_ranks_that_use_the_results_in_another_order_keep_the_order(rank: int) -> None:
     torch_symm.stats()  # Registers the operators
     name = dist.group.WORLD.group_name

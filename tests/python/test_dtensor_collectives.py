@@ -13,7 +13,6 @@ import torch
 import torch.distributed.tensor._collective_utils as torchs
 import torch_symm
 from norm_reference import same_bits
-from programs import QUIET
 from ranks import backend_of, run_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -220,7 +219,7 @@ def test_meta_and_fake_tensors(rank: int, world_size: int) -> None:
                 assert torchs.shard_dim_alltoall(mine, 0, 1, mesh, 0).shape == meta.shape
 
 
-@pytest.mark.ranks(2, timeout=200, env=QUIET)
+@pytest.mark.ranks(2, timeout=200)
 @pytest.mark.parametrize("backend", ("aot_eager", pytest.param("inductor", marks=pytest.mark.slow)))
 def test_compiled_without_a_break(rank: int, world_size: int, backend: str) -> None:
     mesh = init_device_mesh("cpu", (world_size,))

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from programs import QUIET, ROOT, run_program
+from programs import ROOT, run_program
 
 #: The example that pytest runs, and the one that torchrun starts.
 TESTS, STARTED = "15_pytest.py", "00_hello.py"
@@ -28,7 +28,7 @@ LIMIT_S = 150
 
 def run(program: str, *arguments: str, world: int = 4, **env: str) -> list[str]:
     """Returns what rank 0 prints."""
-    return run_program(program, "--backend", BACKEND, *arguments, world=world, env={**QUIET, **env})[0]
+    return run_program(program, "--backend", BACKEND, *arguments, world=world, env=env)[0]
 
 
 @pytest.mark.parametrize("example", [name for name in EXAMPLES if name != STARTED])

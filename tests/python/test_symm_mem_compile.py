@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed._symmetric_memory as torchs
 import torch_symm.symm_mem as symm_mem
-from programs import QUIET, needs_compiler
+from programs import needs_compiler
 from torch_symm.symm_mem import _test_mode
 
 
@@ -41,7 +41,7 @@ def layer(tokens: torch.Tensor, up: torch.Tensor, down: torch.Tensor, name: str)
 
 
 @pytest.mark.parametrize("backend", ("aot_eager", pytest.param("inductor", marks=(needs_compiler, pytest.mark.slow))))
-@pytest.mark.ranks(2, timeout=200, env=QUIET)
+@pytest.mark.ranks(2, timeout=200)
 def test_operators_compile_without_a_graph_break(rank: int, backend: str) -> None:
     name = dist.group.WORLD.group_name
     torch.manual_seed(rank)
@@ -101,7 +101,7 @@ def feed_forward(tokens: torch.Tensor, up: torch.Tensor, down: torch.Tensor, gro
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="Inductor asks for a torch that was built with NCCL")
-@pytest.mark.ranks(2, timeout=200, env=QUIET)
+@pytest.mark.ranks(2, timeout=200)
 def test_async_tensor_parallelism_of_inductor(rank: int) -> None:
     from torch._inductor import config
     from torch._inductor.utils import run_and_get_code

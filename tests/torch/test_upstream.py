@@ -1,7 +1,7 @@
 """torch's own distributed tests (``_DistTestBase``), on CPU: every one with 3 ranks, 4 ranks, and 2 on each of 2 nodes.
 
-``make test`` runs all of them with 4 ranks, and those of ``short.txt`` in the other worlds, too. ``make test-torch-all``,
-which ``.ci/nightly`` runs, has the rest.
+``make test`` runs all of them with 4 ranks, and those of ``short.txt`` in the other worlds, too. ``.ci/nightly torch``
+runs the rest.
 ``expected_skips.txt`` lists the tests that may be skipped, one test per line with its reason. The list may only shrink:
 a listed test that runs fails here until its line is removed. SYMM_TEST_BACKEND=gloo runs them on Gloo, for comparison.
 """
