@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo  # once, not in each forked rank that has an optimizer
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "python")]
 sys.path.append(str(Path(__file__).parents[1]))

@@ -1,4 +1,6 @@
-"""Every example succeeds and says so. The ranks are forked; torchrun starts one example.
+"""Every example succeeds and says so. The ranks are forked.
+
+``tests/internode/test_internode_training.py`` starts one example by torchrun.
 
 The backend is symm; SYMM_TEST_BACKEND names another one for development.
 """
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 from programs import ROOT, run_program
 
-#: The example that pytest runs, and the one that torchrun starts.
+#: The example that pytest runs, and the one that torchrun starts in the other file.
 TESTS, STARTED = "15_pytest.py", "00_hello.py"
 EXAMPLES = sorted({path.name for path in (ROOT / "examples").glob("[0-9][0-9]_*.py")} - {TESTS})
 #: Examples that run only on GPUs.
@@ -52,12 +54,6 @@ def subprocess_of(*command: str) -> list[str]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
-
-
-def test_torchrun_starts_an_example() -> None:
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    said = subprocess_of(*launcher, f"examples/{STARTED}")
-    assert sorted(said) == [f"ok: rank {rank} of 2 has the sum 1" for rank in range(2)]
 
 
 def test_example_of_tests_passes() -> None:
