@@ -73,18 +73,13 @@ def test_a_host_that_shows_nothing_has_one_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_all_is_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
-    assert entry.main(["topo", "--json", "--ranks", "3"]) == 0
+@pytest.mark.usefixtures("forked")
+def test_all_is_one_json_object_and_two_ranks_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.main(["topo", "--measure", "--json", "--ranks", "3"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {"processor", "gpus", "cpu"} <= set(found)
     assert found["cpu"]["ranks"] == 3 and found["cpu"]["algorithms"]["all_reduce"]["8"]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("forked")
-def test_two_ranks_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    assert entry.main(["topo", "--measure", "--json"]) == 0
-    measured = json.loads(capsys.readouterr().out)["measured"]
+    measured = found["measured"]
     assert measured.get("pairs") or (measured["gb_per_s"] > 0 and measured["us_of_8_bytes"] > 0)
 
 
