@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -55,3 +56,9 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     signal.signal(signal.SIGTERM, handler)
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
+
+
+@pytest.fixture(scope="session")
+def inductor() -> None:
+    """Imports Inductor in the process from which ranks are forked; each rank would spend 3 s of CPU on it."""
+    importlib.import_module("torch._inductor.compile_fx")

@@ -229,6 +229,7 @@ def test_what_computes_something_else_is_left_alone(rank: int) -> None:
 
 @needs_compiler
 @pytest.mark.slow
+@pytest.mark.usefixtures("inductor")
 @pytest.mark.ranks(2, timeout=220)
 def test_compiled_layers_have_the_operators_bits(rank: int, world_size: int) -> None:
     torch_symm.stats()
@@ -377,6 +378,7 @@ def copies(code: str) -> int:
 
 @needs_compiler
 @pytest.mark.slow
+@pytest.mark.usefixtures("inductor")
 @pytest.mark.ranks(2, timeout=220)
 def test_compiled_code_copies_nothing(rank: int) -> None:
     from torch._inductor.utils import run_and_get_code

@@ -36,6 +36,7 @@ def check_compiled(step: Callable[..., Any], *given: torch.Tensor) -> None:
 
 @needs_compiler
 @pytest.mark.slow
+@pytest.mark.usefixtures("inductor")
 @pytest.mark.ranks(2, timeout=300)
 def test_ranks_with_tensors_of_other_sizes_keep_the_order(rank: int) -> None:
     torch_symm.stats()  # Registers the operators
@@ -60,6 +61,7 @@ def test_ranks_with_tensors_of_other_sizes_keep_the_order(rank: int) -> None:
 
 @needs_compiler
 @pytest.mark.slow
+@pytest.mark.usefixtures("inductor")
 @pytest.mark.ranks(2, timeout=300)
 def test_ranks_that_use_the_results_in_another_order_keep_the_order(rank: int) -> None:
     torch_symm.stats()  # Registers the operators

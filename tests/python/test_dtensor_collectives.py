@@ -219,6 +219,7 @@ def test_meta_and_fake_tensors(rank: int, world_size: int) -> None:
                 assert torchs.shard_dim_alltoall(mine, 0, 1, mesh, 0).shape == meta.shape
 
 
+@pytest.mark.usefixtures("inductor")
 @pytest.mark.ranks(2, timeout=200)
 @pytest.mark.parametrize("backend", ("aot_eager", pytest.param("inductor", marks=pytest.mark.slow)))
 def test_compiled_without_a_break(rank: int, world_size: int, backend: str) -> None:

@@ -98,6 +98,7 @@ def test_shards_and_gradients_move_once_and_nothing_is_gathered(world_size: int)
         assert torch.equal(tensor.grad.full_tensor(), whole(shape) + 1)
 
 
+@pytest.mark.usefixtures("inductor")
 @pytest.mark.ranks(2, timeout=200)
 @pytest.mark.slow
 def test_compiled(world_size: int) -> None:

@@ -41,6 +41,7 @@ def layer(tokens: torch.Tensor, up: torch.Tensor, down: torch.Tensor, name: str)
 
 
 @pytest.mark.parametrize("backend", ("aot_eager", pytest.param("inductor", marks=(needs_compiler, pytest.mark.slow))))
+@pytest.mark.usefixtures("inductor")
 @pytest.mark.ranks(2, timeout=200)
 def test_operators_compile_without_a_graph_break(rank: int, backend: str) -> None:
     name = dist.group.WORLD.group_name
@@ -101,6 +102,7 @@ def feed_forward(tokens: torch.Tensor, up: torch.Tensor, down: torch.Tensor, gro
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="Inductor asks for a torch that was built with NCCL")
+@pytest.mark.usefixtures("inductor")
 @pytest.mark.ranks(2, timeout=200)
 def test_async_tensor_parallelism_of_inductor(rank: int) -> None:
     from torch._inductor import config
