@@ -38,11 +38,12 @@ def check_compiled(step: Callable[..., Any], *given: torch.Tensor) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("inductor")
 @pytest.mark.ranks(2, timeout=300)
-def test_ranks_with_tensors_of_other_sizes_keep_the_order(rank: int) -> None:
+def test_ranks_keep_the_order_of_the_program(rank: int) -> None:
+    """Also if their tensors have other sizes, and if they use the results in another order."""
     torch_symm.stats()  # Registers the operators
     name = dist.group.WORLD.group_name
 
-    def step(
+    def sizes(
         shared: torch.Tensor, small: torch.Tensor, large: torch.Tensor, eye: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         product = shared @ eye
@@ -56,22 +57,13 @@ def test_ranks_with_tensors_of_other_sizes_keep_the_order(rank: int) -> None:
 
     rows = (512, 8192) if rank == 0 else (8192, 512)
     small, large = (torch.ones(count, 64) / 64 for count in rows)
-    check_compiled(step, torch.ones(4096, 64), small, large, torch.eye(64))
+    check_compiled(sizes, torch.ones(4096, 64), small, large, torch.eye(64))
 
-
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.usefixtures("inductor")
-@pytest.mark.ranks(2, timeout=300)
-def test_ranks_that_use_the_results_in_another_order_keep_the_order(rank: int) -> None:
-    torch_symm.stats()  # Registers the operators
-    name = dist.group.WORLD.group_name
-
-    def step(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def uses(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         one, other = summed(x, name), summed(y, name)
         return (other * 2, one * 3) if rank == 0 else (one * 3, other * 2)
 
-    check_compiled(step, torch.full((64,), 1.0), torch.full((64,), 10.0))
+    check_compiled(uses, torch.full((64,), 1.0), torch.full((64,), 10.0))
 
 
 def test_graphs_keep_calls_whose_results_are_not_used() -> None:

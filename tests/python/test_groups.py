@@ -108,52 +108,33 @@ def test_intra_node_group_of_ranks_with_different_numbers_of_groups(rank: int) -
 
 
 @pytest.mark.ranks(1, backend=None)
-def test_other_threads_name_their_groups_as_usual() -> None:
-    names: list[str] = []
-
-    def naming(ranks: list[int], **_: object) -> None:
-        def name() -> None:
-            names.append(dist.distributed_c10d._process_group_name(ranks, True))
-
-        another = threading.Thread(target=name)
-        another.start()
-        another.join()
-        name()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_torch_compat, "new_group", naming)
-        number = _torch_compat.next_number()
-        _torch_compat.new_group_among([3, 5], [number])
-    assert names[1] == f"symm_3_{number}" != names[0]
-
-
-@pytest.mark.ranks(1, backend=None)
 def test_threads_that_make_groups_at_the_same_time_give_each_its_name() -> None:
+    """Other threads name their groups as usual meanwhile."""
     names: dict[int, str] = {}
+    others: list[str] = []
     both, first = threading.Barrier(2, timeout=20), threading.Event()
+
+    def named(ranks: list[int]) -> str:
+        return dist.distributed_c10d._process_group_name(ranks, True)
 
     def name(ranks: list[int], **_: object) -> None:
         both.wait()
         if ranks[0] == 5:
             assert first.wait(20)
-        names[ranks[0]] = dist.distributed_c10d._process_group_name(ranks, True)
+        on_threads([lambda: others.append(named(ranks))])
+        names[ranks[0]] = named(ranks)
         first.set()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_torch_compat, "new_group", name)
         number = _torch_compat.next_number()
-        threads = [
-            threading.Thread(target=_torch_compat.new_group_among, args=([lowest, 9], [number])) for lowest in (3, 5)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        naming = dist.distributed_c10d._process_group_name
+        on_threads([partial(_torch_compat.new_group_among, [lowest, 9], [number]) for lowest in (3, 5)])
+        usual = dist.distributed_c10d._process_group_name
         both, number = threading.Barrier(1), number + 1
         _torch_compat.new_group_among([7, 9], [number])
     assert names == {3: f"symm_3_{number - 1}", 5: f"symm_5_{number - 1}", 7: f"symm_7_{number}"}
-    assert dist.distributed_c10d._process_group_name is naming and not naming([7, 9], True).startswith("symm")
+    assert dist.distributed_c10d._process_group_name is usual
+    assert len(others) == 3 and not any(name.startswith("symm") for name in (*others, named([7, 9])))
 
 
 def test_threads_that_make_backends_at_the_same_time_restore_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
