@@ -6,7 +6,8 @@ Rank 0 starts an asynchronous call and then bf16 matmuls, which end before the o
 has a group of its own in the same processes, and the backends take turns. With
 SYMM_CUDA_TUNING=arrival_bytes=1000000000000, symm's kernels start before all ranks have arrived. With
 SYMM_ALLOW_SHARED_GPUS=1, two ranks may share a GPU, which NCCL rejects. ``--chain 200`` instead prints the time of a
-call in a chain of 200 asynchronous ones for which all ranks come in time.
+call in a chain of 200 asynchronous ones for which all ranks come in time. ``--calls send,recv``: rank 0 of two sends,
+or receives.
 """
 
 from __future__ import annotations
@@ -38,6 +39,13 @@ def enqueue(group: dist.ProcessGroup, call: str, given: argparse.Namespace) -> d
     tensor = given.tensors[0]
     if call == "all_reduce":
         work = dist.all_reduce(tensor, group=group, async_op=True)
+    elif call in ("send", "recv"):
+        # Rank 0 sends to rank 1, or receives from it.
+        peer = 1 - dist.get_rank()
+        if (call == "send") == (peer == 1):
+            work = dist.isend(tensor, group=group, group_dst=peer)
+        else:
+            work = dist.irecv(tensor, group=group, group_src=peer)
     elif call == "all_gather":
         work = dist.all_gather_into_tensor(given.tensors[1], tensor, group=group, async_op=True)
     else:

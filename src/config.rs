@@ -98,6 +98,9 @@ pub struct Config {
     /// `SYMM_P2P`: `0` prevents GPUs from mapping each other's memory; they use host memory
     /// instead. Default on.
     pub p2p: bool,
+    /// `CUDA_DEVICE_MAX_CONNECTIONS`, of CUDA, is 1: all streams of a GPU share one hardware queue.
+    /// Default off.
+    pub one_gpu_queue: bool,
     /// `SYMM_ALLOW_SHARED_GPUS`: `1` lets ranks share a GPU, for tests; their kernels take turns of
     /// some ms. Default off.
     pub shared_gpus: bool,
@@ -362,6 +365,7 @@ impl Config {
             cma,
             workspace_mb,
             p2p,
+            one_gpu_queue: set("CUDA_DEVICE_MAX_CONNECTIONS").as_deref() == Some("1"),
             shared_gpus,
             cuda_tuning: set("SYMM_CUDA_TUNING").unwrap_or_default(),
             profile: match set("SYMM_COST_PROFILE").as_deref() {

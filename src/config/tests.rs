@@ -19,6 +19,7 @@ fn defaults_stand_where_nothing_is_set() {
         store_bytes: None,
         workspace_mb: 512,
         p2p: true,
+        one_gpu_queue: false,
         shared_gpus: false,
         cuda_tuning: String::new(),
         profile: ProfileChoice::Search,
@@ -63,7 +64,7 @@ fn settings_in_force_are_a_sentence() {
 #[test]
 fn values_are_taken_and_bad_ones_complained_about() {
     type Change = fn(&mut Config);
-    let settings: [(&str, &str, Change); 26] = [
+    let settings: [(&str, &str, Change); 27] = [
         ("SYMM_LOG", "debug", |c| c.log = "debug".into()),
         ("TORCHELASTIC_RESTART_COUNT", "3", |c| c.restart = "3".into()),
         ("SYMM_SPIN", "200", |c| c.spin = Some(200)),
@@ -74,6 +75,7 @@ fn values_are_taken_and_bad_ones_complained_about() {
         ("SYMM_CACHE_DIR", "/kernels", |c| c.cache_dir = CacheDir::At("/kernels".into())),
         ("SYMM_WORKSPACE_MB", "64", |c| c.workspace_mb = 64),
         ("SYMM_P2P", "0", |c| c.p2p = false),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", |c| c.one_gpu_queue = true),
         ("SYMM_ALLOW_SHARED_GPUS", "1", |c| c.shared_gpus = true),
         ("SYMM_CUDA_TUNING", "lanes=8", |c| c.cuda_tuning = "lanes=8".into()),
         ("SYMM_COST_PROFILE", "/p.json", |c| c.profile = ProfileChoice::At("/p.json".into())),

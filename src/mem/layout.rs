@@ -41,7 +41,7 @@ pub const HEADER_BYTES: usize = 4096;
 /// Size of one member's words.
 pub const MEMBER_BYTES: usize = 5 * LINE_PAIR;
 /// Size of a rank's launch log; a multiple of a page.
-pub const LAUNCH_LOG_BYTES: usize = 88 << 10;
+pub const LAUNCH_LOG_BYTES: usize = 96 << 10;
 /// Maximum number of members: one SCM_RIGHTS message carries at most 253 descriptors, and the
 /// number of rings is the square of the number of members.
 pub const MAX_RANKS: usize = 128;

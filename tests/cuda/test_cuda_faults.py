@@ -14,6 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pool
 import pytest
@@ -31,12 +32,14 @@ TIMEOUT_S = 3.0
 Call = Callable[[], object]
 
 
-def ring(rank: int, world: int, count: int) -> Call:
-    out, back = torch.ones(count, device=device()), torch.empty(count, device=device())
+def ring(rank: int, world: int, count: int, group: dist.ProcessGroup | None = None) -> Call:
+    with torch.cuda.use_mem_pool(new_pool()) if group else nullcontext():
+        out = torch.ones(count, device=device())
+    back = torch.empty(count, device=device())
 
     def call() -> None:
-        send = dist.P2POp(dist.isend, out, (rank + 1) % world)
-        receive = dist.P2POp(dist.irecv, back, (rank - 1) % world)
+        send = dist.P2POp(dist.isend, out, (rank + 1) % world, group)
+        receive = dist.P2POp(dist.irecv, back, (rank - 1) % world, group)
         for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
 
@@ -52,9 +55,11 @@ def symmetric_sum(count: int) -> Call:
     return call
 
 
-def copied(name: str, world: int, count: int) -> Call:
-    """A call whose bytes copy engines move; the tensor for all ranks is in symmetric memory."""
+def copied(name: str, rank: int, world: int, count: int) -> Call:
+    """A call whose bytes copy engines move; the tensor for all ranks, or the sent one, is in symmetric memory."""
     zero = dist.new_group(list(range(world)), pg_options=torch_symm.Options(cta_policy="zero"))
+    if name == "copied_send_recv":
+        return ring(rank, world, count, zero)
     own = torch.zeros(count, device=device())
     with torch.cuda.use_mem_pool(new_pool()):
         wide = torch.zeros(count * world, device=device())
@@ -75,7 +80,7 @@ def call_of(kind: str, rank: int, world: int) -> Call:
     if name == "symmetric_all_reduce":
         return symmetric_sum(count)
     if name.startswith("copied_"):
-        return copied(name, world, count)
+        return copied(name, rank, world, count)
     own, wide = torch.zeros(count, device=device()), torch.zeros(count * world, device=device())
     other = torch.zeros_like(wide)
     calls: dict[str, Call] = {
@@ -97,9 +102,10 @@ def call_of(kind: str, rank: int, world: int) -> Call:
 KINDS = (
     "all_reduce 4", "all_reduce 60000", "all_reduce 500000", "all_reduce 20000000", "background_all_reduce 500000",
     "copied_all_reduce 20000000", "copied_reduce_scatter 4000000", "copied_all_gather 4000000",
-    "symmetric_all_reduce 8000000", "reduce 100", "reduce 4000000", "broadcast 100", "broadcast 8000000",
-    "all_gather 100", "all_gather 4000000", "reduce_scatter 100", "reduce_scatter 4000000", "all_to_all 100",
-    "all_to_all 4000000", "send_recv 100", "send_recv 4000000", "barrier 1", "all_reduce_add_rms_norm 32768",
+    "copied_send_recv 20000000", "symmetric_all_reduce 8000000", "reduce 100", "reduce 4000000", "broadcast 100",
+    "broadcast 8000000", "all_gather 100", "all_gather 4000000", "reduce_scatter 100", "reduce_scatter 4000000",
+    "all_to_all 100", "all_to_all 4000000", "send_recv 100", "send_recv 4000000", "barrier 1",
+    "all_reduce_add_rms_norm 32768",
 )  # fmt: skip
 
 

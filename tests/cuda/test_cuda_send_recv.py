@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 from pool import DEVICE, WORLDS, Pool, captured, device, needs_gpus, needs_ranks, settle
+from zero_copy import engines, new_pool
 
 pytestmark = needs_ranks
 
-#: Number of elements of a message that does not fit into staging, so that its send waits for the receive.
-LONG = 12_000_000
+#: Number of elements of a message that does not fit into staging, so that its send waits for the receive; copy engines
+#: may move it.
+LONG = 20_000_000
 
 
 def point_to_point(rank: int, world: int) -> None:
@@ -169,6 +173,55 @@ def test_messages(pool: Pool, world: int, body: Callable[..., None]) -> None:
 @pytest.mark.parametrize("body", (batches_in_between, left_block))
 def test_batches(pool: Pool, body: Callable[..., None]) -> None:
     pool.run(body, max(WORLDS))
+
+
+def by_engines(rank: int, world: int, body: Callable[..., None], symmetric: bool) -> int:
+    """Runs ``body``; returns how many messages were direct, so that a copy engine or the later end moved them."""
+    memory = new_pool()
+    with torch.cuda.use_mem_pool(memory) if symmetric else nullcontext():
+        room = torch.ones(8 * LONG, device=device())
+        dist.all_reduce(room)
+        settle()
+        time.sleep(0.5)  # peers map a new segment a little later
+        del room
+        before = engines()["direct"]
+        body(rank, world)
+    settle()
+    return engines()["direct"] - before
+
+
+def messages_around_a_ring(rank: int, world: int) -> None:
+    """Long messages around a ring; the receive or the send comes first, or both come in a batch."""
+    out, back = torch.zeros(LONG, device=device()), torch.zeros(LONG, device=device())
+    after, before = (rank + 1) % world, (rank - 1) % world
+    for turn in range(9):
+        out.fill_(rank + 10.0 * turn)
+        send, receive = dist.P2POp(dist.isend, out, after), dist.P2POp(dist.irecv, back, before)
+        if turn % 3 == 0:
+            works = dist.batch_isend_irecv([send, receive])
+        else:
+            ends = [lambda: dist.isend(out, after), lambda: dist.irecv(back, before)]
+            works = [end() for end in (ends if turn % 3 == rank % 2 + 1 else reversed(ends))]
+        for work in works:
+            work.wait()
+        settle()
+        assert bool((back == before + 10.0 * turn).all()), f"turn {turn}"
+
+
+@needs_gpus
+@pytest.mark.parametrize(
+    "body", (everybody_sends_first, collectives_in_between, batches_in_between, recorded, messages_around_a_ring)
+)
+@pytest.mark.parametrize("world", WORLDS)
+def test_long_messages_in_symmetric_memory_are_direct(pool: Pool, world: int, body: Callable[..., None]) -> None:
+    counts = pool.run(by_engines, world, body, True, timeout=200)
+    # Kernels move a message that both ends launch at the same time.
+    assert counts[0] > 0, counts
+
+
+@needs_gpus
+def test_kernels_move_messages_in_ordinary_memory(pool: Pool) -> None:
+    assert pool.run(by_engines, 2, messages_around_a_ring, False) == [0, 0]
 
 
 @needs_gpus

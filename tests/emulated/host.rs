@@ -143,6 +143,7 @@ impl Host {
             (layout.handshake_epochs(), 4 * layout.handshake_blocks()),
             lanes(StagingPass::Scatter),
             lanes(StagingPass::Gather),
+            (layout.message_words(true), 2 * size_of::<[[u32; MAX_RANKS]; 2]>()),
         ];
         for memory in &mut self.memory {
             for (offset, bytes) in counts {
@@ -180,6 +181,11 @@ impl Host {
     /// Number of receives of each rank whose tensors were written directly.
     pub(crate) fn received_in_place(&self) -> Vec<u32> {
         self.memory.iter().map(|memory| memory.report[DIRECT_WORD + COUNT as usize + 1]).collect()
+    }
+
+    /// Tells the kernels of `me` that the group has failed.
+    pub(crate) fn stop(&mut self, me: usize) {
+        *self.memory[me].stop = 1;
     }
 
     /// Asserts that a kernel of `me` timed out in call `number` and reported `missing`.

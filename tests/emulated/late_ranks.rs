@@ -101,7 +101,7 @@ fn messages(symmetric: bool) {
     let CudaPlan::Exchange { lanes, .. } = plan else { panic!("{plan:?}") };
     let full = 4 * lanes as usize * host.layout.slot_bytes();
     let launch = |me: usize, sends: &[_], receives: &[_]| {
-        let launch = host.context(me, 0, None).transfers(sends, receives, plan).unwrap();
+        let launch = host.context(me, 0, None).transfers(sends, receives, [0; 2], plan).unwrap();
         host.run(me, &launch, DType::U8, ReduceOp::Sum);
     };
     let send = |value: u8, bytes: usize| {

@@ -28,6 +28,7 @@ mod collectives;
 mod copy_engine;
 mod cube_mesh;
 mod late_ranks;
+mod messages;
 mod norms;
 mod programs;
 mod reduce_units;

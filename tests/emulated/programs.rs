@@ -204,7 +204,7 @@ impl Scene {
                 let plan = plan::transfers(&host.layout, &host.tuning);
                 let launch = |sends: &[_], receives: &[_]| {
                     let context = host.context(me, number, None);
-                    let launch = context.transfers(sends, receives, plan).unwrap();
+                    let launch = context.transfers(sends, receives, [0; 2], plan).unwrap();
                     host.run(me, &launch, self.dtype, self.reduce_op);
                 };
                 if !apart {

@@ -89,7 +89,7 @@ fn message(host: &Host, bytes: usize, symmetric: bool, beyond: usize) -> (bool, 
     let (from, to) = (given.as_ptr() as usize, room as usize + 16 + beyond);
     let plan = plan::transfers(&host.layout, &host.tuning);
     let launch = |me: usize, sends: &[_], receives: &[_]| {
-        let launch = host.context(me, 0, None).transfers(sends, receives, plan).unwrap();
+        let launch = host.context(me, 0, None).transfers(sends, receives, [0; 2], plan).unwrap();
         host.run(me, &launch, DType::U8, ReduceOp::Sum);
     };
     let before = (host.direct()[0], host.received_in_place()[1]);

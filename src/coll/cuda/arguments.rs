@@ -140,6 +140,14 @@ pub struct TransfersArgs {
     /// Recv offers: `take` has a bit for each offer that this rank makes, `give` a bit for each
     /// offer that it polls for.
     pub handshake: Handshake,
+    /// Offset of the `MessageWords` of messages that this rank sends.
+    pub send_words: u32,
+    /// Offset of the `MessageWords` of messages that this rank receives.
+    pub receive_words: u32,
+    /// A bit for each rank to which the kernel announces this rank as the sender of a message.
+    pub announce_sends: u32,
+    /// A bit for each rank to which the kernel announces this rank as the receiver of a message.
+    pub announce_receives: u32,
 }
 
 /// `ReduceArgs` in `reduce/low_latency.cu`.
@@ -337,6 +345,28 @@ pub struct CopyPushArgs {
     pub bytes: u64,
 }
 
+/// `MessageSyncArgs` in `copy_engine/message.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct MessageSyncArgs {
+    /// Arguments that every kernel has.
+    pub common: CommonArgs,
+    /// Offset of this end's `MessageWords` in the channel.
+    pub own: u64,
+    /// Offset of the other end's `MessageWords` in the channel.
+    pub other: u64,
+    /// The rank at the other end.
+    pub rank: u32,
+    /// The step that the kernel posts; 0 if it posts none.
+    pub post: u32,
+    /// The step of the other end for which the kernel waits; 0 if it waits for none.
+    pub wait: u32,
+    /// Number of steps of the message in its last kernel; 0 in all others.
+    pub advance: u32,
+    /// Not 0 if the step publishes no data, so that it needs no order.
+    pub bare: u32,
+}
+
 /// Maximum number of ranks in a group whose ranks signal each other.
 pub const MAX_PEERS: usize = 8;
 
@@ -420,7 +450,7 @@ const _: () = {
     assert!(size_of::<CommonArgs>() == 160 && REPORT_WORDS * 4 == 112);
     assert!(size_of::<Handshake>() == 168);
     assert!(size_of::<ExchangeArgs>() == 920);
-    assert!(size_of::<TransfersArgs>() == 880);
+    assert!(size_of::<TransfersArgs>() == 896);
     assert!(size_of::<ReduceLowLatencyArgs>() == 464);
     assert!(size_of::<ReduceStagedArgs>() == 648);
     assert!(size_of::<AllReduceArgs>() == 216);
@@ -428,6 +458,6 @@ const _: () = {
     assert!(size_of::<CubeMeshArgs>() == 240);
     assert!(size_of::<NormArgs>() == 264);
     assert!(size_of::<CopySyncArgs>() == 192 && size_of::<CopySumArgs>() == 304);
-    assert!(size_of::<CopyPushArgs>() == 184);
+    assert!(size_of::<CopyPushArgs>() == 184 && size_of::<MessageSyncArgs>() == 200);
     assert!(size_of::<SignalArgs>() == 8 * MAX_PEERS + 40);
 };

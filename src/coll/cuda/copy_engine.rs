@@ -9,6 +9,8 @@
 //!   call earlier than another does not know the other rank's tensors: it pulls from where it
 //!   expects them. If they are elsewhere, the later rank, which knows both, pushes its message.
 
+pub mod message;
+
 use super::arguments::{ArgBytes, CopyPushArgs, CopySumArgs, CopySyncArgs, PerRank};
 use super::kernel_spec::{COPY_PUSH, COPY_SUM, COPY_SYNC, KernelSpec};
 use super::launch::{Launch, LaunchContext, THREADS};

@@ -67,8 +67,12 @@ pub static COPY_SUM: KernelSpec = KernelSpec::new("copy_engine/sum", "copy_sum")
 /// A message that this rank copies to a peer's tensor.
 pub static COPY_PUSH: KernelSpec = KernelSpec::new("copy_engine/push", "copy_push").untyped();
 
+/// Synchronization of the two ends of a long message.
+pub static MESSAGE_SYNC: KernelSpec =
+    KernelSpec::new("copy_engine/message", "message_sync").untyped();
+
 /// Every kernel that collectives launch.
-pub static KERNELS: [&KernelSpec; 15] = [
+pub static KERNELS: [&KernelSpec; 16] = [
     &EXCHANGE,
     &EXCHANGE_LOW_LATENCY,
     &TRANSFERS,
@@ -84,4 +88,5 @@ pub static KERNELS: [&KernelSpec; 15] = [
     &COPY_SYNC,
     &COPY_SUM,
     &COPY_PUSH,
+    &MESSAGE_SYNC,
 ];

@@ -96,6 +96,20 @@ impl Kernels {
         Ok(*self.loaded.entry(key).or_insert(kernel))
     }
 
+    /// Loads a kernel that moves bytes on `device`, whose context is current, unless it is loaded.
+    pub(crate) fn load_untyped(
+        &mut self,
+        device: &Device,
+        kernel: &'static KernelSpec,
+    ) -> Result<()> {
+        let key = (kernel, false, None);
+        if !self.loaded.contains_key(&key) {
+            let loaded = load(device, &self.variant(key), kernel.symbol)?;
+            self.loaded.insert(key, loaded);
+        }
+        Ok(())
+    }
+
     /// Enqueues `launch` on `device`, whose context is current.
     pub(crate) fn launch(
         &mut self,

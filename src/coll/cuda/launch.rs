@@ -1,10 +1,12 @@
 //! Translation of a call and its plan into a kernel and its arguments. Pure.
 
+mod transfers;
+
 use super::all_reduce_norm;
 use super::arguments::{
     self, AllReduceArgs, ArgBytes, CommonArgs, ExchangeArgs, Handshake, LowLatencyArgs,
     OutgoingArgs, PerRank, ReduceLowLatencyArgs, ReduceStagedArgs, RsagStagedArgs, SentinelArgs,
-    StagingArgs, TransfersArgs,
+    StagingArgs,
 };
 use super::kernel_spec::{
     BROADCAST, CUBE_MESH, EXCHANGE, EXCHANGE_LOW_LATENCY, KernelSpec, NORM_ONE_SHOT, NORM_ROWS,
@@ -14,7 +16,6 @@ use super::plan::{CudaPlan, short_bytes};
 use super::workspace::layout::{ChannelLayout, LL_UNITS, MAX_RANKS, StagingPass, UNIT};
 use crate::coll::all_reduce_norm::Norm;
 use crate::coll::call::{CallSpec, Collective, Span};
-use crate::error::{Error, Result};
 use crate::kernels::cuda::driver::Grid;
 use crate::topo::graph::CubeMesh;
 
@@ -395,65 +396,6 @@ impl LaunchContext<'_> {
             cluster,
         };
         Some(Launch { kernel, grid, zero_copy: false, args: ArgBytes::of(&args) })
-    }
-
-    /// Returns one kernel for `sends` (the other rank, and the bytes to send) and `receives` (the
-    /// other rank, and their destination). Fails for two messages in one direction between the same
-    /// two ranks, which need two kernels.
-    pub fn transfers(
-        &self,
-        sends: &[(usize, Span)],
-        receives: &[(usize, Span)],
-        plan: CudaPlan,
-    ) -> Result<Launch> {
-        let (mut out, mut to, mut bytes) =
-            (OutgoingArgs::default(), [0; MAX_RANKS], [0; MAX_RANKS]);
-        let twice = || {
-            Error::internal(
-                "two messages in one direction between the same two ranks in one launch",
-            )
-        };
-        for &(r, span) in sends {
-            if out.from[r] != 0 {
-                return Err(twice());
-            }
-            (out.from[r], out.bytes[r]) = (span.addr as u64, span.bytes as u64);
-        }
-        for &(r, span) in receives {
-            if to[r] != 0 {
-                return Err(twice());
-            }
-            (to[r], bytes[r]) = (span.addr as u64, span.bytes as u64);
-        }
-        let CudaPlan::Exchange { lanes, .. } = plan else {
-            unreachable!("transfers are exchanges")
-        };
-        let least = self.symmetric.map_or(u64::MAX, |symmetric| u64::from(symmetric.least));
-        let long = |bytes: &PerRank, r: usize| r != self.me && bytes[r] >= least;
-        let offered = |r: usize| {
-            long(&bytes, r) && self.direct(Span { addr: to[r] as usize, bytes: bytes[r] as usize })
-        };
-        let mask =
-            |yes: &dyn Fn(usize) -> bool| (0..self.n).filter(|&r| yes(r)).map(|r| 1 << r).sum();
-        let (give, take) = (mask(&|r| long(&out.bytes, r)), mask(&offered));
-        let handshake =
-            Handshake { lines: self.layout.offers() as u64, ..self.handshake(give, take) };
-        let staging = self.staging(StagingPass::Scatter, lanes, self.layout.slot_bytes() as u32);
-        let threads = self.lane_threads(&TRANSFERS, lanes);
-        let args = ArgBytes::of(&TransfersArgs {
-            common: self.common,
-            staging,
-            out,
-            to,
-            bytes,
-            handshake,
-        });
-        Ok(Launch {
-            kernel: &TRANSFERS,
-            grid: Grid::new(2 * lanes, threads),
-            zero_copy: false,
-            args,
-        })
     }
 
     fn exchange(

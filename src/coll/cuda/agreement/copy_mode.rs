@@ -27,7 +27,7 @@ impl CopyMode {
 }
 
 /// How long a rank polls for the decision of a rank that launches the call at the same time.
-const DECISION_WAIT: Duration = Duration::from_micros(10);
+pub(super) const DECISION_WAIT: Duration = Duration::from_micros(10);
 
 /// Offsets of a rank's tensors in its symmetric memory, or [`TensorOffsets::ELSEWHERE`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

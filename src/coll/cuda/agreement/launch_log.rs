@@ -17,10 +17,10 @@ use std::sync::atomic::{AtomicU64, Ordering, fence};
 /// compared. A rank can get further ahead, because a stream holds about a thousand launches.
 const ENTRIES: usize = 128;
 /// Number of sends, and of receives, that a rank records for each other rank.
-const MESSAGE_RECORDS: usize = 16;
+pub(super) const MESSAGE_RECORDS: usize = 16;
 
 /// The launch log of one rank, in shared memory. Only this rank writes it, except for the zero-copy
-/// word and the decisions about copies.
+/// word and the decisions about copies and messages.
 #[repr(C)]
 struct LaunchLog {
     launched: AtomicU64,
@@ -28,6 +28,10 @@ struct LaunchLog {
     /// Messages sent to each rank, and messages received from it.
     sent: [[MessageRecord; MESSAGE_RECORDS]; MAX_RANKS],
     received: [[MessageRecord; MESSAGE_RECORDS]; MAX_RANKS],
+    /// Number of messages sent to each rank, and received from it.
+    messages: [[AtomicU64; MAX_RANKS]; 2],
+    /// Decisions about messages sent to each rank, written by either end.
+    message_modes: [[MessageSlot; MESSAGE_RECORDS]; MAX_RANKS],
     zero_copy: ZeroCopyWord,
     /// Decisions about launches, written by any rank; only the slots of rank 0 are used.
     copies: [CopySlot; COPY_SLOTS],
@@ -68,6 +72,16 @@ struct LaunchEntry {
     receives: [AtomicU64; MAX_RANKS],
     /// Call site, if the description includes it.
     call_site: SharedText,
+}
+
+/// The decision about a long message ([`super::message_mode`]).
+#[repr(C)]
+pub(super) struct MessageSlot {
+    /// Twice the number of the message, and 1 more if it is direct.
+    pub(super) word: AtomicU64,
+    /// Offset and length of the receiver's tensor, and of the sender's.
+    pub(super) offset: [AtomicU64; 2],
+    pub(super) bytes: [AtomicU64; 2],
 }
 
 /// The record of one end of a send or receive.
@@ -126,6 +140,23 @@ pub(in crate::coll::cuda) fn zero_copy_word(control: &ControlBlock) -> &AtomicU6
 /// Returns the slot of launch `number`.
 pub(super) fn copy_slot(control: &ControlBlock, number: u64) -> &CopySlot {
     &launch_log(control, Rank(0)).copies[number as usize % COPY_SLOTS]
+}
+
+/// Returns the slot of the decision about `message`.
+pub(super) fn message_slot<'a>(
+    control: &'a ControlBlock,
+    message: &MessageLaunch,
+) -> &'a MessageSlot {
+    let (me, peer) = (control.rank(), message.peer);
+    let (from, to) = if message.send { (me, peer) } else { (peer, me) };
+    let slots = &launch_log(control, from).message_modes[to.index()];
+    &slots[message.number as usize % MESSAGE_RECORDS]
+}
+
+/// Returns how many of the messages in the direction of `message` the other end has launched.
+pub(super) fn launched_by_other_end(control: &ControlBlock, message: &MessageLaunch) -> u64 {
+    let counts = &launch_log(control, message.peer).messages[usize::from(message.send)];
+    counts[control.rank().index()].load(Ordering::Acquire)
 }
 
 /// Returns the number of calls that `rank` has launched.
@@ -300,6 +331,7 @@ pub fn compare_transfer(control: &ControlBlock, transfer: MessageLaunch) -> Resu
     mine.bytes.store(bytes, Ordering::Relaxed);
     mine.channel.store(channel as u64, Ordering::Relaxed);
     mine.number.store(number, Ordering::Release);
+    own.messages[usize::from(!send)][peer.index()].store(number, Ordering::Release);
     // If both ends are recorded at the same time, at least one reads the other's record.
     fence(Ordering::SeqCst);
     if theirs.number.load(Ordering::Acquire) != number {
@@ -312,18 +344,41 @@ pub fn compare_transfer(control: &ControlBlock, transfer: MessageLaunch) -> Resu
     if theirs.number.load(Ordering::Relaxed) != number || same {
         return Ok(());
     }
-    let (from, to) = if send { (me, peer) } else { (peer, me) };
-    let (sent, expected) = if send { (bytes, found) } else { (found, bytes) };
-    let (from, to, group) = (control.describe(from), control.describe(to), control.name());
-    let what = format!("CUDA message #{number} between them in group \"{group}\"");
-    let text = if their_channel == channel as u64 {
-        format!("{from} sends {sent} bytes to {to}, which expects {expected}, as {what}")
-    } else {
-        let (mine, theirs) = (channel.name(), channel_name(their_channel));
-        let (sends, receives) = if send { (mine, theirs) } else { (theirs, mine) };
-        format!("{from} sends {what} {sends}, {to} receives it {receives}")
-    };
+    let (sends, receives) =
+        if send { (channel as u64, their_channel) } else { (their_channel, channel as u64) };
+    if sends == receives {
+        return Err(lengths_differ(control, &transfer, found));
+    }
+    let (from, to) = ends_of(control, &transfer);
+    let what = message_name(control, number);
+    let (sends, receives) = (channel_name(sends), channel_name(receives));
+    let text = format!("{from} sends {what} {sends}, {to} receives it {receives}");
     Err(control.fail(Error::mismatch(text)))
+}
+
+/// Fails the group because the other end of `transfer` has a tensor of `found` bytes.
+pub(super) fn lengths_differ(
+    control: &ControlBlock,
+    transfer: &MessageLaunch,
+    found: u64,
+) -> Error {
+    let (sent, expected) =
+        if transfer.send { (transfer.bytes, found) } else { (found, transfer.bytes) };
+    let (from, to) = ends_of(control, transfer);
+    let what = message_name(control, transfer.number);
+    control.fail(Error::mismatch(format!(
+        "{from} sends {sent} bytes to {to}, which expects {expected}, as {what}"
+    )))
+}
+
+/// Returns the sender and the receiver of a message, for error messages.
+fn ends_of(control: &ControlBlock, transfer: &MessageLaunch) -> (String, String) {
+    let (me, peer) = (control.describe(control.rank()), control.describe(transfer.peer));
+    if transfer.send { (me, peer) } else { (peer, me) }
+}
+
+fn message_name(control: &ControlBlock, number: u64) -> String {
+    format!("CUDA message #{number} between them in group \"{}\"", control.name())
 }
 
 fn note(launch_log: &LaunchLog, number: u64, record: &LaunchRecord, call: &CallSpec) {

@@ -44,11 +44,12 @@ pub(super) fn take_own(
     Ok(own)
 }
 
-/// Removes the first message for each rank; a launch carries one message per rank.
-pub(super) fn first_of_each(messages: &mut Vec<IndexedSpan>) -> Vec<IndexedSpan> {
+/// Removes the first message for each rank, which `rank` returns; a launch carries one message per
+/// rank.
+pub(super) fn first_of_each<T>(messages: &mut Vec<T>, rank: impl Fn(&T) -> usize) -> Vec<T> {
     let mut seen = [false; MAX_RANKS];
     let (first, rest) =
-        messages.drain(..).partition(|(rank, _)| !std::mem::replace(&mut seen[*rank], true));
+        messages.drain(..).partition(|one| !std::mem::replace(&mut seen[rank(one)], true));
     *messages = rest;
     first
 }
@@ -112,7 +113,8 @@ mod tests {
         let mut messages =
             vec![message(0, 1), message(2, 2), message(0, 3), message(0, 4), message(2, 5)];
         let launches: Vec<_> = std::iter::from_fn(|| {
-            Some(first_of_each(&mut messages)).filter(|first| !first.is_empty())
+            Some(first_of_each(&mut messages, |message| message.0))
+                .filter(|first| !first.is_empty())
         })
         .collect();
         let launches: Vec<_> = launches.iter().map(|launch| lengths(launch)).collect();

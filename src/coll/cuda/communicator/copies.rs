@@ -1,12 +1,13 @@
 //! Calls whose bytes copy engines move: the decision, and the enqueueing of their tasks.
 
-use super::{Communicator, CommunicatorState};
+use super::{Communicator, CommunicatorState, StreamQueue};
 use crate::coll::call::{CallSpec, Collective, Span};
 use crate::coll::cuda::agreement::copy_mode::{self, CopyDecision, CopyMode, TensorOffsets};
 use crate::coll::cuda::copy_engine::{self, CopyTasks, DirectPeer, Task};
 use crate::coll::cuda::launch::LaunchContext;
 use crate::coll::cuda::stats;
 use crate::cta::CtaPolicy;
+use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use crate::kernels::cuda::driver::{Event, OwnStream, RelaxedCapture, Stream};
 use crate::rank::Rank;
@@ -17,13 +18,16 @@ use std::collections::VecDeque;
 /// Streams for copies that run concurrently with the caller's stream, and the events that order
 /// them.
 pub(super) struct CopyStreams {
-    /// More than two only if several captures are open at the same time.
-    streams: Vec<OwnStream>,
+    /// By queue, because a call of one queue may wait for a call of another one. Collectives have
+    /// more than two only if several captures are open at the same time, messages as many as one
+    /// call has needed at the same time.
+    streams: [Vec<OwnStream>; 3],
     /// Events at the end of the caller's stream and of the copies' stream: one pair for eager
     /// calls, one for captured calls.
     ends: [[Event; 2]; 2],
-    /// Pins of bytes that this rank pulls from an address at which it expects a message, held until
-    /// the event has passed: if the guess is wrong, nothing else keeps these bytes mapped.
+    /// Pins of bytes that this rank pulls from an address at which it expects a message, and of the
+    /// other ends' tensors in direct messages, held until the event has passed: if the guess is
+    /// wrong, nothing else keeps these bytes mapped.
     pulled: VecDeque<(Event, Vec<SegmentPin>)>,
     /// Such pins of captured calls, held as long as the group lives, because a graph may be
     /// replayed at any time.
@@ -50,7 +54,7 @@ impl CopyStreams {
     pub(super) fn new() -> Result<Self> {
         let ends = || Ok([Event::new()?, Event::new()?]);
         Ok(Self {
-            streams: vec![OwnStream::urgent()?, OwnStream::urgent()?],
+            streams: [vec![OwnStream::urgent()?, OwnStream::urgent()?], Vec::new(), Vec::new()],
             ends: [ends()?, ends()?],
             pulled: VecDeque::new(),
             captured: Vec::new(),
@@ -94,7 +98,12 @@ impl CopyStreams {
 
     /// Keeps `pins` until `stream` has completed the work that is enqueued so far; if that work is
     /// `captured`, as long as the group lives.
-    fn keep(&mut self, pins: Vec<SegmentPin>, stream: Stream, captured: bool) -> Result<()> {
+    pub(super) fn keep(
+        &mut self,
+        pins: Vec<SegmentPin>,
+        stream: Stream,
+        captured: bool,
+    ) -> Result<()> {
         if pins.is_empty() {
             return Ok(());
         }
@@ -110,17 +119,50 @@ impl CopyStreams {
 
     /// Returns a stream that is free for eager calls, or for calls of `capture`.
     fn free(&mut self, capture: Option<u64>) -> Result<Stream> {
-        for own in &self.streams {
+        Ok(self.sides(StreamQueue::Collectives, 1, capture)?[0])
+    }
+
+    /// Returns `count` streams of `queue` that are free for eager calls, or for calls of `capture`.
+    pub(super) fn sides(
+        &mut self,
+        queue: StreamQueue,
+        count: usize,
+        capture: Option<u64>,
+    ) -> Result<Vec<Stream>> {
+        let streams = &mut self.streams[queue as usize];
+        let mut free = Vec::with_capacity(count);
+        for own in &*streams {
+            if free.len() == count {
+                break;
+            }
             let recording = own.stream().capture()?;
             if recording.is_none() || recording == capture {
-                return Ok(own.stream());
+                free.push(own.stream());
             }
         }
-        let _relaxed = RelaxedCapture::begin()?;
-        let own = OwnStream::urgent()?;
-        let stream = own.stream();
-        self.streams.push(own);
-        Ok(stream)
+        while free.len() < count {
+            let _relaxed = RelaxedCapture::begin()?;
+            let own = OwnStream::urgent()?;
+            free.push(own.stream());
+            streams.push(own);
+        }
+        Ok(free)
+    }
+
+    /// Makes all but the first of `streams` wait for the first.
+    pub(super) fn fork(&self, streams: &[Stream], captured: bool) -> Result<()> {
+        let forked = &self.ends[usize::from(captured)][0];
+        if streams.len() > 1 {
+            forked.record(streams[0])?;
+        }
+        streams[1..].iter().try_for_each(|side| side.wait(forked))
+    }
+
+    /// Makes the first of `streams` wait for all others.
+    pub(super) fn join(&self, streams: &[Stream], captured: bool) -> Result<()> {
+        let joined = &self.ends[usize::from(captured)][1];
+        let one = |side: &Stream| joined.record(*side).and_then(|()| streams[0].wait(joined));
+        streams[1..].iter().map(one).fold(Ok(()), Result::and)
     }
 }
 
@@ -310,7 +352,8 @@ impl Communicator {
         };
         let pins = offer.expected.into_iter().enumerate().filter(|&(rank, _)| unknown(rank));
         let pins = pins.filter_map(|(_, expected)| expected?.1).collect();
-        let enqueued = self.enqueue_tasks(state, call, tasks, [stream, copies], capture.is_some());
+        let of = (call.dtype, call.reduce_op);
+        let enqueued = self.enqueue_tasks(state, of, tasks, [stream, copies], capture.is_some());
         if enqueued.is_err() && capture.is_none() {
             // The copies that are already enqueued run. The call's stream waits for them, so that
             // the release of the workspace, which waits for this stream, follows them.
@@ -322,12 +365,12 @@ impl Communicator {
         enqueued.and(kept)
     }
 
-    /// Enqueues `tasks` of `call` on `stream` and, for copies at its side, on `copies`; `captured`
-    /// is true if a graph records them.
-    fn enqueue_tasks(
+    /// Enqueues `tasks` of a call with this element type and operation on `stream` and, for copies
+    /// at its side, on `copies`; `captured` is true if a graph records them.
+    pub(super) fn enqueue_tasks(
         &self,
         state: &mut CommunicatorState,
-        call: &CallSpec<'_>,
+        (dtype, op): (DType, ReduceOp),
         tasks: Vec<Task>,
         [stream, copies]: [Stream; 2],
         captured: bool,
@@ -336,13 +379,9 @@ impl Communicator {
             let on = |side: bool| if side { copies } else { stream };
             let [forked, joined] = &state.copies.ends[usize::from(captured)];
             match task {
-                Task::Kernel { side, launch } => state.kernels.launch(
-                    &self.device,
-                    &launch,
-                    call.dtype,
-                    call.reduce_op,
-                    on(side),
-                )?,
+                Task::Kernel { side, launch } => {
+                    state.kernels.launch(&self.device, &launch, dtype, op, on(side))?
+                }
                 Task::Copy { side, to, from, bytes } => on(side).copy(to, from, bytes)?,
                 Task::Fork => {
                     forked.record(stream)?;

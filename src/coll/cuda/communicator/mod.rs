@@ -2,18 +2,18 @@
 
 mod batch;
 mod copies;
+mod messages;
 mod set_up;
 mod stream_order;
 
 pub(in crate::coll::cuda) use super::failure::report::KernelReport;
 
 use super::agreement::copy_mode::CopyMode;
-use super::agreement::launch_log::MessageLaunch;
 use super::agreement::{launch_log, zero_copy};
 use super::arguments::{COUNTS, CommonArgs, PerRank};
 use super::failure::abort_flag::AbortFlag;
 use super::kernels::Kernels;
-use super::launch::{self, Launch, LaunchContext, SymmetricView};
+use super::launch::{self, LaunchContext, SymmetricView};
 use super::plan::{self, Conditions, CudaThresholds};
 use super::workspace::budget;
 use super::workspace::layout::{Channel, ChannelLayout, MAX_RANKS};
@@ -22,13 +22,12 @@ use super::{all_reduce_norm, arrival, cube_mesh, stats};
 use crate::coll::call::{Call, CallSpec, Span};
 use crate::coll::describe::Description;
 use crate::control::ControlBlock;
-use crate::dtype::{DType, ReduceOp};
+use crate::dtype::ReduceOp;
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernels::cuda::driver::{Device, Event, OwnStream, Stream, pass};
 use crate::lock::lock;
 use crate::rank::Rank;
 use crate::symm_mem::peers::PeerHeaps;
-use batch::{first_of_each, take_own};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use stream_order::{Dependency, LastLaunch, StreamOrder, StreamQueue};
@@ -53,6 +52,10 @@ pub struct Communicator {
     control: Arc<ControlBlock>,
     layout: ChannelLayout,
     tuning: CudaThresholds,
+    /// True if a copy that waits behind a kernel does not hold up other streams. If all streams
+    /// share one hardware queue, a call that waits for another rank would hold up the work for
+    /// which that rank may wait.
+    own_queues: bool,
     state: Mutex<CommunicatorState>,
     report: Arc<KernelReport>,
     stop: AbortFlag,
@@ -120,9 +123,10 @@ impl Communicator {
                     // Made before the call is published, because from then on the other ranks may
                     // decide.
                     let overlaps = arrival::overlaps(on, recorded, &communicator.tuning);
-                    let long = overlaps && !recorded && communicator.may_be_overlapped(call);
+                    let copies = overlaps && communicator.own_queues;
+                    let long = copies && !recorded && communicator.may_be_overlapped(call);
                     let stages = long && state.copies.host_is_ahead()?;
-                    let offer = communicator.copy_offer(call, overlaps, stages);
+                    let offer = communicator.copy_offer(call, copies, stages);
                     launch_log::compare(&communicator.control, state.launched, call, channel)?;
                     communicator.report.remember(state.launched, Description::of(call));
                     let decide = |offer| {
@@ -193,58 +197,6 @@ impl Communicator {
                 Ok(())
             },
         )
-    }
-
-    /// Enqueues `sends` (the other rank, and the bytes to send) and `receives` (the other rank, and
-    /// their destination); messages between the same two ranks keep their order.
-    pub fn transfer(
-        &self,
-        sends: &[(Rank, Span)],
-        receives: &[(Rank, Span)],
-        target: CudaTarget,
-        timeout: Duration,
-    ) -> Result<()> {
-        let mut sends: Vec<_> = sends.iter().map(|&(rank, span)| (rank.index(), span)).collect();
-        let mut receives: Vec<_> =
-            receives.iter().map(|&(rank, span)| (rank.index(), span)).collect();
-        let queues: &[StreamQueue] = match (sends.is_empty(), receives.is_empty()) {
-            (false, true) => &[StreamQueue::Sends],
-            (true, false) => &[StreamQueue::Receives],
-            _ => &[StreamQueue::Sends, StreamQueue::Receives],
-        };
-        self.enqueue(target, timeout, queues, |communicator, state, stream, channel, context| {
-            let plan = plan::transfers(&communicator.layout, &communicator.tuning);
-            let reachable = |span| communicator.reachable(span);
-            let context =
-                LaunchContext { symmetric: communicator.symmetric(channel, &reachable), ..context };
-            for (from, to) in take_own(communicator.control.rank(), &mut sends, &mut receives)? {
-                stream.copy(to.addr as u64, from.addr as u64, from.bytes)?;
-            }
-            for (send, messages) in [(true, &sends), (false, &receives)] {
-                for &(rank, span) in messages {
-                    let number = &mut state.transfers[usize::from(send)][rank];
-                    *number += 1;
-                    let (peer, bytes) = (Rank(rank as u32), span.bytes as u64);
-                    launch_log::compare_transfer(
-                        &communicator.control,
-                        MessageLaunch { send, peer, number: *number, bytes, channel },
-                    )?;
-                }
-            }
-            while !sends.is_empty() || !receives.is_empty() {
-                let (out, incoming) = (first_of_each(&mut sends), first_of_each(&mut receives));
-                stats::count(None, plan.name());
-                let launch: Launch = context.transfers(&out, &incoming, plan)?;
-                state.kernels.launch(
-                    &communicator.device,
-                    &launch,
-                    DType::U8,
-                    ReduceOp::Sum,
-                    stream,
-                )?;
-            }
-            Ok(())
-        })
     }
 
     fn conditions(&self, zero_copy: bool) -> Conditions<'_> {

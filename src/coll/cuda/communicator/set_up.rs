@@ -254,6 +254,7 @@ impl Communicator {
             control,
             layout,
             tuning,
+            own_queues: !Config::get().one_gpu_queue,
             state,
             report,
             stop,

@@ -45,6 +45,9 @@ const COPY_WORDS_BYTES: usize = 132;
 /// Size of a lane's words; `Lane` in `staging.cuh`.
 const LANE_WORDS: usize = 4 * MAX_RANKS * 4;
 const LL_EPOCHS: usize = 0;
+const MESSAGE_WORDS: usize = 512;
+/// Size of `MessageWords` in `copy_words.cuh`.
+const MESSAGE_WORDS_BYTES: usize = 128;
 /// Offset in a channel of the word that is not 0 once a kernel has timed out; `FAILED` in
 /// `wait.cuh`. Only kernels use it.
 #[cfg(test)]
@@ -242,6 +245,18 @@ impl ChannelLayout {
         ARRIVALS
     }
 
+    /// Returns the offset in the channel of the `MessageWords` of the messages that this rank sends
+    /// or, if `send` is false, receives.
+    pub fn message_words(self, send: bool) -> usize {
+        MESSAGE_WORDS + if send { 0 } else { MESSAGE_WORDS_BYTES }
+    }
+
+    /// Returns the number of bytes of a message that the slots of `lanes` lanes hold: its kernel
+    /// can send as many before the message is received.
+    pub fn unread_bytes(self, lanes: usize) -> usize {
+        lanes * SLOTS * self.slot_bytes
+    }
+
     /// Returns the size of a slot of a call whose bytes copy engines move: the staging slots of
     /// both passes together, divided into [`COPY_SLOTS`] slots for each source.
     pub fn copy_slot_bytes(self) -> usize {
@@ -342,6 +357,7 @@ mod tests {
                 let ll = layout.ll_blocks() * 2 * ranks * LL_UNITS * LINES;
                 let areas = [
                     (layout.ll_epochs(), 4 * layout.ll_blocks()),
+                    (layout.message_words(true), 2 * MESSAGE_WORDS_BYTES),
                     (FAILED, 4),
                     (layout.sentinel_epochs(), 4 * SENTINEL_BLOCKS),
                     (layout.copy_words(), COPY_WORDS_BYTES),

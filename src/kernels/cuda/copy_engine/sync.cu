@@ -18,11 +18,6 @@ struct CopySyncArgs {
 };
 static_assert(sizeof(CopySyncArgs) == 192, "");
 
-// Returns true if `count`, which may have wrapped, has reached `target`.
-DEVICE bool reached(u32 count, u32 target) {
-  return (u32)(count - target) < 1u << 31;
-}
-
 KERNEL(copy_sync, CopySyncArgs) {
   after_predecessor();
   CopyWords* const own = (CopyWords*)(args.common.peer[RANK] + args.words);
