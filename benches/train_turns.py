@@ -33,8 +33,8 @@ COMMUNICATES = re.compile(
 #: Kinds of kernels on GPUs, with patterns of their names; the first kind that matches counts.
 KERNELS = {
     "collectives": COMMUNICATES,
-    # One warp of symm waits for the other ranks.
-    "waits": re.compile(r"^copy_sync$"),
+    # A warp or a thread of symm waits for other ranks.
+    "waits": re.compile(r"^(copy|message)_sync$"),
     "FSDP copies": re.compile(r"split_with_sizes_copy|chunk_cat|multi_tensor_apply.*Copy"),
     "attention": re.compile(r"flash|fmha|attention|sdpa", re.IGNORECASE),
     "products": re.compile(r"gemm|nvjet|cutlass|xmma|cublas", re.IGNORECASE),
