@@ -515,12 +515,15 @@ def test_run_ranks_leaves_no_dump_and_knows_which_rank_made_no_call(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_rank_leaves_while_others_connect_their_groups_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("debug", ["OFF", "DETAIL"])
+def test_no_rank_leaves_while_others_connect_their_groups_of_gloo(monkeypatch: pytest.MonkeyPatch, debug: str) -> None:
+    """Under DETAIL, torch makes one for each group."""
     # Longer than the time limit of the case.
     monkeypatch.setattr("torch_symm.testing._rank.LEAVE_S", 100.0)
 
     def leaves(rank: int, world_size: int) -> bool:
-        dist.new_group(backend="gloo")
+        dist.set_debug_level(getattr(dist.DebugLevel, debug))
+        dist.new_group(backend="gloo" if debug == "OFF" else "symm")
         testing.barrier("connected")
         if rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)

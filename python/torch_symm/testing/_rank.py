@@ -207,9 +207,11 @@ def _run(order: Order, rank: int) -> Outcome:
             init_process_group(order.backend, order.group_timeout)
         value = order.body(rank, order.world_size)
         if dist.is_initialized():
-            if any("gloo" in backends for backends in dist.distributed_c10d._world.pg_backend_config.values()):
-                # Gloo creates a group without a barrier at the end. If this rank left before another had connected to
-                # all ranks, the other's `new_group` would fail with "Connection closed by peer".
+            backends = dist.distributed_c10d._world.pg_backend_config.values()
+            if dist.get_debug_level() == dist.DebugLevel.DETAIL or any("gloo" in each for each in backends):
+                # Gloo creates a group without a barrier at the end, and torch one for each group under DETAIL. If this
+                # rank left before another had connected to all ranks, the other's `new_group` would fail with
+                # "Connection closed by peer".
                 with contextlib.suppress(TimeoutError):
                     barrier(LEAVING, LEAVE_S)
             dist.destroy_process_group()
