@@ -99,7 +99,7 @@ fn messages(symmetric: bool) {
     host.timeout = Duration::from_millis(300);
     let plan = plan::transfers(&host.layout, &host.tuning);
     let CudaPlan::Exchange { lanes, .. } = plan else { panic!("{plan:?}") };
-    let full = 4 * lanes as usize * host.layout.slot_bytes();
+    let full = host.layout.unread_bytes(lanes as usize);
     let launch = |me: usize, sends: &[_], receives: &[_]| {
         let launch = host.context(me, 0, None).transfers(sends, receives, [0; 2], plan).unwrap();
         host.run(me, &launch, DType::U8, ReduceOp::Sum);

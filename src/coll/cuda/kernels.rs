@@ -88,11 +88,15 @@ impl Kernels {
         dtype: DType,
         op: ReduceOp,
     ) -> Result<Kernel> {
-        let key = (launch.kernel, launch.zero_copy, launch.kernel.typed.then_some((dtype, op)));
+        let typed = launch.kernel.typed.then_some((dtype, op));
+        self.ready_key(device, (launch.kernel, launch.zero_copy, typed))
+    }
+
+    fn ready_key(&mut self, device: &Device, key: KernelKey) -> Result<Kernel> {
         if let Some(kernel) = self.loaded.get(&key) {
             return Ok(*kernel);
         }
-        let kernel = load(device, &self.variant(key), launch.kernel.symbol)?;
+        let kernel = load(device, &self.variant(key), key.0.symbol)?;
         Ok(*self.loaded.entry(key).or_insert(kernel))
     }
 
@@ -102,12 +106,7 @@ impl Kernels {
         device: &Device,
         kernel: &'static KernelSpec,
     ) -> Result<()> {
-        let key = (kernel, false, None);
-        if !self.loaded.contains_key(&key) {
-            let loaded = load(device, &self.variant(key), kernel.symbol)?;
-            self.loaded.insert(key, loaded);
-        }
-        Ok(())
+        self.ready_key(device, (kernel, false, None)).map(drop)
     }
 
     /// Enqueues `launch` on `device`, whose context is current.

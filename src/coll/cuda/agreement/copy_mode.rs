@@ -238,30 +238,13 @@ mod tests {
 
     #[test]
     fn ranks_that_launch_at_the_same_time_decide_alike() {
-        const LAUNCHES: u64 = 300;
         for round in 0..40u64 {
             let controls = controls(3);
-            let run = |control: &ControlBlock| {
-                let mut dice = (1000 * round + u64::from(control.rank().0) + 1)
-                    .wrapping_mul(0x9E37_79B9_7F4A_7C15);
-                let one = |number| {
-                    dice ^= dice << 13;
-                    dice ^= dice >> 7;
-                    dice ^= dice << 17;
-                    (0..dice % 400).for_each(|_| std::hint::spin_loop());
-                    if dice % 61 == 0 {
-                        std::thread::yield_now();
-                    }
+            let decided: Vec<Vec<CopyDecision>> =
+                launch_log::tests::at_the_same_time(&controls, round, |control, number, dice| {
                     launch(control, number, CopyMode::ALL[dice as usize % 2])
-                };
-                (1..=LAUNCHES).map(one).collect::<Vec<_>>()
-            };
-            let decided: Vec<Vec<CopyDecision>> = std::thread::scope(|scope| {
-                let threads: Vec<_> =
-                    controls.iter().map(|control| scope.spawn(|| run(control))).collect();
-                threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
-            });
-            for number in 0..LAUNCHES as usize {
+                });
+            for number in 0..decided[0].len() {
                 let modes: Vec<_> = decided.iter().map(|of_rank| of_rank[number].mode).collect();
                 assert!(
                     modes.iter().all(|&mode| mode == modes[0]),

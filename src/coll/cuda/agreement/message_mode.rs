@@ -82,7 +82,6 @@ pub fn decide(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::coll::cuda::workspace::layout::Channel;
     use crate::control::tests::controls;
     use crate::error::ErrorKind;
     use crate::rank::Rank;
@@ -90,8 +89,7 @@ mod tests {
     /// Launches message `number` of rank 0 to rank 1 at the end of `control`, which may want a
     /// `direct` one.
     fn launch(control: &ControlBlock, number: u64, direct: bool) -> MessageMode {
-        let (send, peer) = (control.rank() == Rank(0), Rank(1 - control.rank().0));
-        let message = MessageLaunch { send, peer, number, bytes: 64, channel: Channel::Transfers };
+        let message = launch_log::tests::end(control.rank() == Rank(0), number, 64);
         launch_log::compare_transfer(control, message).expect("both ends launch the same");
         let offset = direct.then(|| offset(control.rank(), number));
         decide(control, &message, offset).expect("the lengths are equal")
@@ -141,8 +139,7 @@ mod tests {
         for number in 1..=MESSAGE_RECORDS as u64 + 1 {
             launch(&controls[1], number, true);
         }
-        let channel = Channel::Transfers;
-        let sent = MessageLaunch { send: true, peer: Rank(1), number: 1, bytes: 128, channel };
+        let sent = launch_log::tests::end(true, 1, 128);
         launch_log::compare_transfer(&controls[0], sent).expect("the record is gone");
         let error = decide(&controls[0], &sent, None).expect_err("64 bytes are expected");
         error.assert_says(ErrorKind::Mismatch, &["sends 128 bytes", "expects 64", "message #1"]);
@@ -152,26 +149,10 @@ mod tests {
     fn ends_that_launch_at_the_same_time_decide_alike() {
         for round in 0..60u64 {
             let controls = controls(2);
-            let run = |control: &ControlBlock| {
-                let mut dice = (1000 * round + u64::from(control.rank().0) + 1)
-                    .wrapping_mul(0x9E37_79B9_7F4A_7C15);
-                let one = |number| {
-                    dice ^= dice << 13;
-                    dice ^= dice >> 7;
-                    dice ^= dice << 17;
-                    (0..dice % 300).for_each(|_| std::hint::spin_loop());
-                    if dice % 31 == 0 {
-                        std::thread::yield_now();
-                    }
+            let decided: Vec<Vec<MessageMode>> =
+                launch_log::tests::at_the_same_time(&controls, round, |control, number, dice| {
                     launch(control, number, dice % 2 == 0)
-                };
-                (1..=300).map(one).collect::<Vec<_>>()
-            };
-            let decided: Vec<Vec<MessageMode>> = std::thread::scope(|scope| {
-                let threads: Vec<_> =
-                    controls.iter().map(|control| scope.spawn(|| run(control))).collect();
-                threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
-            });
+                });
             for (index, modes) in decided[0].iter().zip(&decided[1]).enumerate() {
                 // Exactly one end of a direct message moves its bytes.
                 let number = index as u64 + 1;

@@ -357,8 +357,7 @@ impl Communicator {
         if enqueued.is_err() && capture.is_none() {
             // The copies that are already enqueued run. The call's stream waits for them, so that
             // the release of the workspace, which waits for this stream, follows them.
-            let joined = &state.copies.ends[0][1];
-            _ = joined.record(copies).and_then(|()| stream.wait(joined));
+            _ = state.copies.join(&[stream, copies], false);
         }
         // Also after an error, because a pull may have been enqueued.
         let kept = state.copies.keep(pins, stream, capture.is_some());
@@ -377,20 +376,13 @@ impl Communicator {
     ) -> Result<()> {
         for task in tasks {
             let on = |side: bool| if side { copies } else { stream };
-            let [forked, joined] = &state.copies.ends[usize::from(captured)];
             match task {
                 Task::Kernel { side, launch } => {
                     state.kernels.launch(&self.device, &launch, dtype, op, on(side))?
                 }
                 Task::Copy { side, to, from, bytes } => on(side).copy(to, from, bytes)?,
-                Task::Fork => {
-                    forked.record(stream)?;
-                    copies.wait(forked)?;
-                }
-                Task::Join => {
-                    joined.record(copies)?;
-                    stream.wait(joined)?;
-                }
+                Task::Fork => state.copies.fork(&[stream, copies], captured)?,
+                Task::Join => state.copies.join(&[stream, copies], captured)?,
             }
         }
         Ok(())

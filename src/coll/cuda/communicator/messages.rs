@@ -92,27 +92,22 @@ impl Communicator {
                 let first = messages.iter_mut().flat_map(first).collect();
                 rounds.push(communicator.round(&setting, first)?);
             }
-            // All kernels are loaded first: loading one may wait for the kernels on the device, and
-            // those wait for peers. Which of them a long message needs depends on the other end,
-            // so its first call loads all.
-            let long = |&(_, span): &IndexedSpan| communicator.synchronizes(span.bytes);
-            if sends.iter().chain(&receives).any(long) {
-                for kernel in [&MESSAGE_SYNC, &COPY_PUSH] {
+            // All kernels of a long message are loaded first: loading one may wait for the kernels
+            // on the device, and those wait for peers. Which of them the message needs depends on
+            // the other end.
+            let tuning = &communicator.tuning;
+            let least = tuning.arrival_bytes.min(tuning.overlapped_bytes);
+            if sends.iter().chain(&receives).any(|(_, span)| span.bytes >= least) {
+                for kernel in [&MESSAGE_SYNC, &COPY_PUSH, &TRANSFERS] {
                     state.kernels.load_untyped(&communicator.device, kernel)?;
                 }
             }
-            state.kernels.load_untyped(&communicator.device, &TRANSFERS)?;
             for round in rounds {
                 // A call of both queues follows all earlier calls of either.
                 communicator.enqueue_round(state, round, (queues[0], stream))?;
             }
             Ok(())
         })
-    }
-
-    /// Returns true if the ends of a message of this length may synchronize before it moves.
-    fn synchronizes(&self, bytes: usize) -> bool {
-        bytes >= self.tuning.arrival_bytes.min(self.tuning.overlapped_bytes)
     }
 
     /// Records one end of a message, compares it with the other end, and returns how it moves.

@@ -16,8 +16,37 @@ pub(crate) fn sum(bytes: usize) -> CallSpec<'static> {
     CallSpec { op, dtype, inputs, outputs, ..CallSpec::barrier(None) }
 }
 
+/// Makes the launches 1 to 300 on each of `controls`, all ranks at the same time and with random
+/// pauses; returns what `launch` returns. It gets a rank, a launch and a random number.
+pub(crate) fn at_the_same_time<T: Send>(
+    controls: &[ControlBlock],
+    round: u64,
+    launch: impl Fn(&ControlBlock, u64, u64) -> T + Sync,
+) -> Vec<Vec<T>> {
+    let run = |control: &ControlBlock| {
+        let mut dice =
+            (1000 * round + u64::from(control.rank().0) + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        let one = |number| {
+            dice ^= dice << 13;
+            dice ^= dice >> 7;
+            dice ^= dice << 17;
+            (0..dice % 400).for_each(|_| std::hint::spin_loop());
+            if dice.is_multiple_of(61) {
+                std::thread::yield_now();
+            }
+            launch(control, number, dice)
+        };
+        (1..=300).map(one).collect()
+    };
+    std::thread::scope(|scope| {
+        let threads: Vec<_> =
+            controls.iter().map(|control| scope.spawn(move || run(control))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+    })
+}
+
 /// The launch of rank 0's send to rank 1, or of rank 1's receive.
-fn end(send: bool, number: u64, bytes: u64) -> MessageLaunch {
+pub(crate) fn end(send: bool, number: u64, bytes: u64) -> MessageLaunch {
     let peer = Rank(u32::from(send));
     MessageLaunch { send, peer, number, bytes, channel: Channel::Transfers }
 }
