@@ -199,6 +199,7 @@ def _run(order: Order, rank: int) -> Outcome:
     try:
         import torch
         import torch.distributed as dist
+        from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
         # One thread, as torchrun sets. This also avoids a thread pool of the parent that is lost in the fork.
         if "OMP_NUM_THREADS" not in os.environ:
@@ -208,7 +209,7 @@ def _run(order: Order, rank: int) -> Outcome:
         value = order.body(rank, order.world_size)
         if dist.is_initialized():
             backends = dist.distributed_c10d._world.pg_backend_config.values()
-            if dist.get_debug_level() == dist.DebugLevel.DETAIL or any("gloo" in each for each in backends):
+            if get_debug_level() == DebugLevel.DETAIL or any("gloo" in each for each in backends):
                 # Gloo creates a group without a barrier at the end, and torch one for each group under DETAIL. If this
                 # rank left before another had connected to all ranks, the other's `new_group` would fail with
                 # "Connection closed by peer".
