@@ -25,8 +25,8 @@ const THOROUGH: Arch = ARCHS[1];
 const WORLDS: std::ops::RangeInclusive<u32> = 2..=8;
 /// The minimum, the maximum and one in between.
 const FEW_WORLDS: [u32; 3] = [2, 3, 8];
-/// If set, one architecture is compiled with all of [`WORLDS`], the others with [`FEW_WORLDS`] and
-/// all of [`ELEMENTS`], which takes three times as long.
+/// If set, one architecture is compiled with all of [`WORLDS`], the others with [`FEW_WORLDS`], and
+/// all with all of [`ELEMENTS`], which takes five times as long.
 const ALL_WORLDS: &str = "KERNELS_COMPILE_ALL";
 
 /// If set, only programs whose names contain this text are compiled.
@@ -41,10 +41,6 @@ const ELEMENTS: [(DType, ReduceOp); 6] = [
     (DType::I64, ReduceOp::Product),
     (DType::U8, ReduceOp::BitXor),
 ];
-
-/// The part of [`ELEMENTS`] that is compiled for every architecture: the most usual type, and the
-/// one with the widest accumulators.
-const FEW_ELEMENTS: [DType; 2] = [DType::F32, DType::F64];
 
 /// The resources of one kernel, as reported by ptxas.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -109,29 +105,19 @@ fn variants(program: &'static Program) -> Vec<(Variant, Arch)> {
     for (arch, variant) in
         ARCHS.iter().flat_map(|&arch| typed.iter().map(move |&variant| (arch, variant)))
     {
-        // At most one architecture compiles for all numbers of ranks; to save time, the others only
-        // for a few, or for the maximum.
+        // Most variants are compiled for one architecture; the others show what it hides.
         let thorough = arch == THOROUGH;
-        if !thorough
-            && !all_worlds
-            && variant.dtype.is_some_and(|dtype| !FEW_ELEMENTS.contains(&dtype))
-        {
-            continue;
-        }
         let first = variant.dtype.is_none_or(|dtype| dtype == ELEMENTS[0].0);
         let wanted = |world: &u32| match (thorough, all_worlds) {
             (true, true) => true,
-            (true, false) if first => FEW_WORLDS.contains(world),
-            // Other element types are compiled only for the minimum and the maximum: the effect of
-            // an element type does not depend on the numbers in between.
-            (true, false) => [WORLDS.start(), WORLDS.end()].contains(&world),
             (false, true) => FEW_WORLDS.contains(world),
-            (false, false) => world == WORLDS.end(),
+            (true, false) if first => FEW_WORLDS.contains(world),
+            // The maximum needs the most registers.
+            (_, false) => (thorough || first) && world == WORLDS.end(),
         };
         for world in WORLDS.filter(wanted) {
-            // One element type, or every type if all numbers of ranks are requested, is compiled
-            // also for the last rank, for which the order of visits wraps around.
-            let wraps = thorough && FEW_WORLDS.contains(&world) && (all_worlds || first);
+            // For the last rank, the order of visits wraps around.
+            let wraps = all_worlds && thorough && FEW_WORLDS.contains(&world);
             let ranks = if wraps { vec![0, world - 1] } else { vec![0] };
             let handshakes: &[bool] = if mentions(program.text, "#ifdef SYMM_ZERO_COPY") {
                 &[false, true]
