@@ -182,9 +182,10 @@ $(DOCS_VENV)/.ready:
 	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check mkdocs==1.6.* mkdocs-material==9.8.*
 	@touch $@
 
-# The shared-memory protocols under every interleaving within a preemption bound.
+# The shared-memory protocols under every interleaving within a preemption bound. The core is not optimised, because it
+# would take longer to compile than the tests save.
 loom: tools
-	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test --quiet --release --test loom
+	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom CARGO_PROFILE_TEST_OPT_LEVEL=0 cargo test --quiet --test loom
 
 # Coverage-guided fuzzing of all external input, $(FUZZ_SECONDS) seconds per target. It sets the flags of cargo-fuzz itself,
 # so stable Rust suffices and cargo-fuzz is not needed.
@@ -201,9 +202,9 @@ fuzz-build: tools
 fuzz: fuzz-build
 	@printf '%s\n' $(FUZZ_TARGETS) | xargs -P $(FUZZ_JOBS) -n 1 fuzz/run target/fuzz/$(HOST)/release $(FUZZ_SECONDS)
 
-# The memory that CPU ranks share, under ThreadSanitizer; the ranks are threads with one mapping.
+# The memory that CPU ranks share, under ThreadSanitizer; the ranks are threads with one mapping. Not optimised, as for loom.
 tsan: tools
-	RUSTC_BOOTSTRAP=1 RUSTFLAGS="--cfg tsan -Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer" CARGO_TARGET_DIR=target/tsan \
+	RUSTC_BOOTSTRAP=1 CARGO_PROFILE_TEST_OPT_LEVEL=0 RUSTFLAGS="--cfg tsan -Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer" CARGO_TARGET_DIR=target/tsan \
 		TSAN_OPTIONS="suppressions=$(CURDIR)/tests/tsan/suppressions.txt exitcode=66" \
 		cargo test --quiet --target $(HOST) --test tsan
 
