@@ -49,10 +49,11 @@ def swapped(rank: int, tensors: list[torch.Tensor], asynchronous: bool) -> None:
 
 
 def swapped_and_told(rank: int, world: int, nodes: str, asynchronous: bool) -> str:
-    init_on(nodes, rank, world)
     tensors = [torch.ones(4), torch.ones(4)]
-    dist.barrier()
+    # A rank that is still in an earlier call, even in the one of `init`, hears of the failure there.
     with pytest.raises(torch_symm.SymmMismatchError) as error:
+        init_on(nodes, rank, world)
+        dist.barrier()
         swapped(rank, tensors, asynchronous)
     assert all(bool((tensor == 1).all()) for tensor in tensors), "a call that disagrees has written"
     return str(error.value)
@@ -94,8 +95,9 @@ def test_without_it_swapped_equal_calls_are_not_told_apart(rank: int) -> None:
 def on_some(rank: int, world: int, nodes: str) -> str:
     if rank == 0:
         os.environ.update(SITE)
-    init_on(nodes, rank, world)
+    # As in swapped_and_told.
     with pytest.raises(torch_symm.SymmMismatchError) as error:
+        init_on(nodes, rank, world)
         dist.all_reduce(torch.ones(4))
     return str(error.value)
 
