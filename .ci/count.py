@@ -49,7 +49,7 @@ for line in log.open(errors="replace"):
     elif line.startswith("== failed ("):
         failures.append(line.strip())
         failed, failed_here = failed + (not failed_here), 1
-    elif match := re.match(r"---- (\S+) stdout ----", line):
+    elif match := re.search(r"---- (\S+) stdout ----", line):
         failures.append(match[1])
     elif line.startswith("== took ") or re.match(r"RERUN ", line):
         print(line, end="")
