@@ -1,4 +1,4 @@
-# make demo | test | test-slow | test-all | bench | bench-gpu | check-gpu | bench-stores | bench-serving | bench-mpi | bench-internode | wheel | wheels | matrix | test-clients | lint | pyright | fmt | docs | loom | fuzz | soak | faults | tsan | asan | asan-kernels | mutants | test-aarch64.
+# make demo | test | test-together | test-slow | test-all | bench | bench-gpu | check-gpu | bench-stores | bench-serving | bench-mpi | bench-internode | wheel | wheels | matrix | test-clients | lint | pyright | fmt | docs | loom | fuzz | soak | faults | tsan | asan | asan-kernels | mutants | test-aarch64.
 # PYTHON=, TORCH= and VENV= choose interpreter, torch and environment.
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,7 +16,7 @@ PARALLEL = -n $(PYTEST_WORKERS) --dist loadfile
 # For `timed` tests: no other test runs at the same time. A test that fails runs once more, and pytest lists it as RERUN.
 ALONE = -p no:xdist --reruns 1 -rR
 
-.PHONY: demo test test-slow test-all test-rust test-rust-programs test-kernels test-random test-python test-python-parallel test-python-timed test-python-slow test-python-slow-others test-python-slow-timed test-cuda test-torch-all bench bench-gpu check-gpu bench-stores bench-serving bench-mpi bench-internode lint pyright fmt docs loom fuzz fuzz-build soak faults tsan asan asan-kernels mutants test-aarch64 wheel wheels matrix test-clients build tools clean
+.PHONY: demo test test-together test-slow test-all test-rust test-rust-programs test-kernels test-random test-python test-python-parallel test-python-timed test-python-slow test-python-slow-others test-python-slow-timed test-cuda test-torch-all bench bench-gpu check-gpu bench-stores bench-serving bench-mpi bench-internode lint pyright fmt docs loom fuzz fuzz-build soak faults tsan asan asan-kernels mutants test-aarch64 wheel wheels matrix test-clients build tools clean
 # One rank per core, but at least 2 and at most 4.
 DEMO_RANKS ?= $(shell cores=$$(nproc); echo $$((cores < 2 ? 2 : cores > 4 ? 4 : cores)))
 demo: build
@@ -24,6 +24,11 @@ demo: build
 
 # Tests for every change, at most 30 minutes. `test-slow` has the rest: examples, benchmarks, compilers and whole kernels.
 test: test-rust test-python
+
+# Tests of both languages at the same time, so that every test runs beside others: finds tests that depend on a quiet
+# machine. Without those that are marked `timed`, which may. Only in .ci/nightly.
+test-together: build
+	@printf '%s\n' test-rust test-python-parallel | xargs -P 2 -n 1 $(MAKE)
 
 test-slow: test-kernels test-python-slow
 
