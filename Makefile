@@ -23,7 +23,8 @@ demo: build
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(DEMO_RANKS) examples/01_ddp_digits.py
 
 # Tests for every change, at most 30 minutes. `test-slow` has the rest: examples, benchmarks, compilers and whole kernels.
-test: test-rust test-python
+# In this order, because .ci/run still compiles the programs of test-rust when it starts this goal.
+test: test-python-parallel test-rust test-python-timed test-cuda
 
 # Tests of both languages at the same time, so that every test runs beside others: finds tests that depend on a quiet
 # machine. Without those that are marked `timed`, which may. Only in .ci/nightly.
