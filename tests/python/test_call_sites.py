@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from ranks import init, run_ranks
+from ranks import init, meet, run_ranks
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 SITE = {"SYMM_DEBUG": "call_site"}
@@ -49,11 +49,12 @@ def swapped(rank: int, tensors: list[torch.Tensor], asynchronous: bool) -> None:
 
 
 def swapped_and_told(rank: int, world: int, nodes: str, asynchronous: bool) -> str:
+    init_on(nodes, rank, world)
     tensors = [torch.ones(4), torch.ones(4)]
-    # A rank that is still in an earlier call, even in the one of `init`, hears of the failure there.
+    dist.barrier()
+    # Until all ranks have left the barrier, because a rank that is still in it would get the error there.
+    meet("ready", rank, world)
     with pytest.raises(torch_symm.SymmMismatchError) as error:
-        init_on(nodes, rank, world)
-        dist.barrier()
         swapped(rank, tensors, asynchronous)
     assert all(bool((tensor == 1).all()) for tensor in tensors), "a call that disagrees has written"
     return str(error.value)
@@ -95,9 +96,10 @@ def test_without_it_swapped_equal_calls_are_not_told_apart(rank: int) -> None:
 def on_some(rank: int, world: int, nodes: str) -> str:
     if rank == 0:
         os.environ.update(SITE)
-    # As in swapped_and_told.
+    init_on(nodes, rank, world)
+    # As in swapped_and_told; `init` also calls collectives.
+    meet("ready", rank, world)
     with pytest.raises(torch_symm.SymmMismatchError) as error:
-        init_on(nodes, rank, world)
         dist.all_reduce(torch.ones(4))
     return str(error.value)
 
