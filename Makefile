@@ -24,7 +24,7 @@ demo: build
 
 # Tests for every change, at most 30 minutes. `test-slow` has the rest: examples, benchmarks, compilers and whole kernels.
 # In this order, because .ci/run still compiles the programs of test-rust when it starts this goal.
-test: test-python-parallel test-rust test-python-timed test-cuda
+test: test-python test-rust
 
 # Tests of both languages at the same time, so that every test runs beside others: finds tests that depend on a quiet
 # machine. Without those that are marked `timed`, which may. Only in .ci/nightly.
