@@ -194,11 +194,11 @@ unsafe fn reduce_on(
     if sources.is_empty() || count == 0 {
         return;
     }
-    let job =
-        reduce::ReduceJob { dst, sources, count: count * dispatch::parts(dtype), ranks, store };
-    // SAFETY: the caller's contract; `kernel` was looked up for this dtype, whose parts `count` now
+    let parts = dispatch::parts(dtype);
+    let job = reduce::ReduceJob { dst, sources, count: count * parts, ranks, store };
+    // SAFETY: the caller's contract; `kernel` was looked up for this dtype, whose parts the job
     // counts.
-    unsafe { kernel(&job) }
+    unsafe { reduce::run(kernel, dtype.size() / parts, &job) }
 }
 
 /// Returns true if `dtype` is a float narrower than 32 bits, which [`widen`] and [`narrow`]

@@ -14,6 +14,7 @@ use super::reduce_op::ReduceFn;
 use super::tree::Tree;
 use super::vector::{self, Vector};
 use super::{InputElements, WriteMode, copy};
+use std::mem::MaybeUninit;
 
 /// One call of [`super::reduce`]. The code that builds it vouches for its pointers.
 pub(super) struct ReduceJob<'a> {
@@ -26,11 +27,13 @@ pub(super) struct ReduceJob<'a> {
     pub(super) store: WriteMode,
 }
 
-/// A reduction compiled for one op, element type and instruction set.
+/// A reduction compiled for one op, element type and instruction set: reduces elements
+/// `start .. start + count` of a job into `out`.
 ///
 /// # Safety
-/// The CPU has the instruction set; the job satisfies the contract of [`super::reduce`].
-pub(super) type ReduceKernel = unsafe fn(&ReduceJob);
+/// The CPU has the instruction set; the sources of the job are valid for `start + count` elements
+/// of the kernel's type, `out` for `count`; `out` is a source at `start` or overlaps none.
+pub(super) type ReduceKernel = unsafe fn(job: &ReduceJob, start: usize, count: usize, out: *mut u8);
 
 /// Number of bytes that a streaming reduction computes in L1 before it writes them out; a power of
 /// two of cache lines.
@@ -41,55 +44,31 @@ const BLOCK: usize = 4096;
 const FEW: usize = 8;
 
 #[repr(align(64))]
-struct Block([u8; BLOCK]);
+struct Block([MaybeUninit<u8>; BLOCK]);
 
+/// Runs `kernel`, which is compiled for elements of `size` bytes.
+///
 /// # Safety
-/// The job satisfies the contract of [`super::reduce`] with elements of type `E`.
-pub(super) unsafe fn portable<E: Element, O: ReduceFn<E::Acc>, const T: usize>(job: &ReduceJob) {
-    // SAFETY: the callee has this function's contract, which the caller upholds.
-    unsafe { run::<E, O, vector::Portable, T>(job) }
-}
-
-/// # Safety
-/// As [`portable`], on a CPU with AVX2 and F16C.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,f16c")]
-pub(super) unsafe fn avx2<E: Element, O: ReduceFn<E::Acc>, const T: usize>(job: &ReduceJob) {
-    // SAFETY: the callee has this function's contract, which the caller upholds.
-    unsafe { run::<E, O, vector::Avx2, T>(job) }
-}
-
-/// # Safety
-/// As [`portable`], on a CPU with AVX-512 F, BW, VL and DQ.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-pub(super) unsafe fn avx512<E: Element, O: ReduceFn<E::Acc>, const T: usize>(job: &ReduceJob) {
-    // SAFETY: the callee has this function's contract, which the caller upholds.
-    unsafe { run::<E, O, vector::Avx512, T>(job) }
-}
-
-/// # Safety
-/// As [`portable`].
-#[inline(always)]
-unsafe fn run<E: Element, O: ReduceFn<E::Acc>, I: Vector, const T: usize>(job: &ReduceJob) {
-    let size = size_of::<E>();
-    let mut tree = Tree::new();
+/// The job satisfies the contract of [`super::reduce`] with elements of `size` bytes; the CPU has
+/// the kernel's instruction set.
+// Not a part of the kernels, because there are hundreds of them.
+pub(super) unsafe fn run(kernel: ReduceKernel, size: usize, job: &ReduceJob) {
     if job.store == WriteMode::Cached {
         // SAFETY: all of `job` is in bounds by the caller's contract.
-        unsafe { span::<E, O, I, T>(job, 0, job.count, job.dst, &mut tree) };
-        return;
+        return unsafe { kernel(job, 0, job.count, job.dst) };
     }
-    let mut block = Block([0; BLOCK]);
+    let mut block = Block([const { MaybeUninit::uninit() }; BLOCK]);
+    let block = block.0.as_mut_ptr().cast::<u8>();
     // Ends the first block on a cache line of `dst`, so that the others stream whole lines.
     let mut length = (BLOCK - job.dst.addr() % 64) / size;
     let mut start = 0;
     while start < job.count {
         let now = length.min(job.count - start);
         // SAFETY: `start + now <= count`; `now * size <= BLOCK`; the block overlaps no memory of
-        // the caller.
+        // the caller, and the kernel writes all that is copied.
         unsafe {
-            span::<E, O, I, T>(job, start, now, block.0.as_mut_ptr(), &mut tree);
-            copy::stream(job.dst.add(start * size), block.0.as_ptr(), now * size);
+            kernel(job, start, now, block);
+            copy::stream(job.dst.add(start * size), block, now * size);
         }
         start += now;
         length = BLOCK / size;
@@ -97,53 +76,89 @@ unsafe fn run<E: Element, O: ReduceFn<E::Acc>, I: Vector, const T: usize>(job: &
     copy::fence();
 }
 
-/// Reduces elements `start .. start + count` into `out`.
-///
+macro_rules! compiled_for {
+    ($name:ident, $vector:ty $(, $features:literal)?) => {
+        /// # Safety
+        /// As [`ReduceKernel`].
+        $(#[target_feature(enable = $features)])?
+        pub(super) unsafe fn $name<E: Element, O: ReduceFn<E::Acc>, const T: usize>(
+            job: &ReduceJob,
+            start: usize,
+            count: usize,
+            out: *mut u8,
+        ) {
+            // SAFETY: the callee has this function's contract, which the caller upholds.
+            unsafe { span::<E, O, $vector, T>(job, start, count, out) }
+        }
+    };
+}
+
+compiled_for!(portable, vector::Portable);
+#[cfg(target_arch = "x86_64")]
+compiled_for!(avx2, vector::Avx2, "avx2,f16c");
+#[cfg(target_arch = "x86_64")]
+compiled_for!(avx512, vector::Avx512, "avx512f,avx512bw,avx512vl,avx512dq");
+
 /// # Safety
-/// The sources are valid for `start + count` elements, `out` for `count`; `out` is a source at
-/// `start` or overlaps none.
+/// As [`ReduceKernel`], on a CPU that has `I`.
 #[inline(always)]
 unsafe fn span<E: Element, O: ReduceFn<E::Acc>, I: Vector, const T: usize>(
     job: &ReduceJob,
     start: usize,
     count: usize,
     out: *mut u8,
-    tree: &mut Tree<E::Acc, T>,
 ) {
     let size = size_of::<E>();
-    let whole = count - count % T;
+    let rest = count % T;
+    let whole = count - rest;
+    let mut tree = Tree::new();
     let mut done = 0;
     while done < whole {
         // SAFETY: `done + T <= whole <= count`.
         unsafe {
-            let acc = tile::<E, O, I, T>(job, tree, |source| source.ptr.add((start + done) * size));
+            let acc =
+                tile::<E, O, I, T>(job, &mut tree, |source| source.ptr.add((start + done) * size));
             E::narrow_tile::<I, T>(&acc, out.add(done * size));
         }
         done += T;
     }
-    if count - whole < FEW {
-        for at in whole..count {
-            // SAFETY: `at < count`.
-            unsafe {
-                let acc = tile::<E, O, I, 1>(job, &mut Tree::new(), |source| {
-                    source.ptr.add((start + at) * size)
-                });
-                E::narrow_tile::<I, 1>(&acc, out.add(at * size));
-            }
+    // SAFETY: `whole + rest == count`; `pad` holds `T > rest` elements, and `tile` has read one
+    // padded copy before it asks for the next.
+    unsafe {
+        let out = out.add(whole * size);
+        if rest < FEW {
+            return singles::<E, O>(job, start + whole, rest, out);
         }
-    } else {
-        let rest = count - whole;
         let mut pad = [E::ZERO; T];
         let pad = (&raw mut pad).cast::<u8>();
-        // SAFETY: `whole + rest == count`; `pad` holds `T > rest` elements, and `tile` has read one
-        // padded copy before it asks for the next.
+        let acc = tile::<E, O, I, T>(job, &mut tree, |source| {
+            source.ptr.add((start + whole) * size).copy_to_nonoverlapping(pad, rest * size);
+            pad.cast_const()
+        });
+        E::narrow_tile::<I, T>(&acc, pad);
+        pad.copy_to_nonoverlapping(out, rest * size);
+    }
+}
+
+/// Reduces elements `start .. start + count` into `out`, one by one. Single elements have no
+/// vectors, so all instruction sets share this function.
+///
+/// # Safety
+/// As [`ReduceKernel`].
+#[inline(never)]
+unsafe fn singles<E: Element, O: ReduceFn<E::Acc>>(
+    job: &ReduceJob,
+    start: usize,
+    count: usize,
+    out: *mut u8,
+) {
+    for at in 0..count {
+        // SAFETY: `at < count`.
         unsafe {
-            let acc = tile::<E, O, I, T>(job, tree, |source| {
-                source.ptr.add((start + whole) * size).copy_to_nonoverlapping(pad, rest * size);
-                pad.cast_const()
+            let acc = tile::<E, O, vector::Portable, 1>(job, &mut Tree::new(), |source| {
+                source.ptr.add((start + at) * size_of::<E>())
             });
-            E::narrow_tile::<I, T>(&acc, pad);
-            pad.copy_to_nonoverlapping(out.add(whole * size), rest * size);
+            E::narrow_tile::<vector::Portable, 1>(&acc, out.add(at * size_of::<E>()));
         }
     }
 }

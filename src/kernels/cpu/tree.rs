@@ -8,6 +8,7 @@
 use super::element::{Element, Number};
 use super::reduce_op::{ReduceFn, Sum};
 use super::vector::Vector;
+use std::mem::MaybeUninit;
 
 /// Maximum number of partial results at a time; `n` leaves have at most one for each bit of `n`.
 const LEVELS: usize = 12;
@@ -15,9 +16,9 @@ const LEVELS: usize = 12;
 pub(super) const MOST: usize = (1 << LEVELS) - 1;
 
 /// A combination of leaves in progress: each partial result combines a power of two of leaves; the
-/// largest comes first.
+/// largest comes first. The first `held` are initialised.
 pub(super) struct Tree<A, const T: usize> {
-    partials: [[A; T]; LEVELS],
+    partials: [MaybeUninit<[A; T]>; LEVELS],
     held: usize,
     leaves: usize,
 }
@@ -25,7 +26,7 @@ pub(super) struct Tree<A, const T: usize> {
 impl<A: Number, const T: usize> Tree<A, T> {
     #[inline(always)]
     pub(super) fn new() -> Self {
-        Self { partials: [[A::ZERO; T]; LEVELS], held: 0, leaves: 0 }
+        Self { partials: [const { MaybeUninit::uninit() }; LEVELS], held: 0, leaves: 0 }
     }
 
     /// Adds the next leaf.
@@ -34,18 +35,22 @@ impl<A: Number, const T: usize> Tree<A, T> {
         self.leaves += 1;
         for _ in 0..self.leaves.trailing_zeros() {
             self.held -= 1;
-            before::<A, O, T>(&self.partials[self.held], &mut value);
+            // SAFETY: it was among the first `held`.
+            let earlier = unsafe { self.partials[self.held].assume_init_ref() };
+            before::<A, O, T>(earlier, &mut value);
         }
-        self.partials[self.held] = value;
+        self.partials[self.held].write(value);
         self.held += 1;
     }
 
     /// Returns the combination of all leaves, of which there is at least one, and forgets them.
     #[inline(always)]
     pub(super) fn take<O: ReduceFn<A>>(&mut self) -> [A; T] {
-        let mut value = self.partials[self.held - 1];
+        // SAFETY: the first `held` are initialised, and at least one is held.
+        let mut value = unsafe { self.partials[self.held - 1].assume_init() };
         for earlier in self.partials[..self.held - 1].iter().rev() {
-            before::<A, O, T>(earlier, &mut value);
+            // SAFETY: it is among the first `held`.
+            before::<A, O, T>(unsafe { earlier.assume_init_ref() }, &mut value);
         }
         (self.held, self.leaves) = (0, 0);
         value
