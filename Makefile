@@ -23,7 +23,7 @@ demo: build
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(DEMO_RANKS) examples/01_ddp_digits.py
 
 # Tests for every change, at most 30 minutes. `test-slow` has the rest: examples, benchmarks, compilers and whole kernels.
-# In this order, because .ci/run still compiles the programs of test-rust when it starts this goal.
+# In this order, because .ci/run may still compile the programs of test-rust when it starts this goal.
 test: test-python test-rust
 
 # Tests of both languages at the same time, so that every test runs beside others: finds tests that depend on a quiet
